@@ -303,7 +303,7 @@ class Explained:
         """Reasons why --check fails; empty if it passes."""
         from meshpar.inspect.render import unexpected_text
 
-        unexpected = [f"unexpected: {unexpected_text(collective)}" for collective in self.report.promise.unexpected]
+        unexpected = [f"unexpected: {unexpected_text(collective)}" for collective in self.report.matching.unexpected]
         return unexpected + [f"over budget: {change.text}" for change in self.differences or () if change.is_over]
 
     def to_json(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _Operands: TypeAlias = Counter[tuple[int, str]]
 """Number of products by elements and dtype of an operand."""
 
 
-def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
+def expected(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
     """Yield the collectives that products of all pairs of examples may cause."""
     axes = step_spec.ordered(step_spec.batch_axes)
     if not axes or rows < 2:

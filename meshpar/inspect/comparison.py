@@ -93,7 +93,7 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
     yield row("total sent", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
     if any(report.stages is not None for report in both):
         yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)
-    yield row("unexpected", "count", lambda report: len(report.promise.unexpected))
+    yield row("unexpected", "count", lambda report: len(report.matching.unexpected))
     yield row("FLOPs per device", "FLOP", lambda report: report.compute.flops_per_device)
     if any(report.compute.predicted_step_s is not None for report in both):
         yield row("predicted step", "s", lambda report: report.compute.predicted_step_s)

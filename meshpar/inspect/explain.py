@@ -116,7 +116,7 @@ def explain(
     Example:
       >>> report = mp.explain(step, state, batch, "h100:8x8")  # doctest: +SKIP
       >>> print(report)  # doctest: +SKIP
-      >>> report.is_as_promised, report.memory.fits  # doctest: +SKIP
+      >>> report.is_as_expected, report.memory.fits  # doctest: +SKIP
       (True, True)
 
       >>> mesh = mp.MeshSpec(tensor=8).build()
@@ -189,7 +189,7 @@ def _explain(
         strategy=str(setup.strategy),
         memory=account,
         collectives=timed_collectives(collectives, times, cluster),
-        promise=match,
+        matching=match,
         overlap=overlap(times, reason),
         compute=compute(
             program.module,
@@ -254,7 +254,7 @@ def check_collectives(
         if jaxpr is not None:
             step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
             rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
-            expected += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
+            expected += tuple(pairs.expected(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
         limits["unannotated_axes"] = step_spec_of(setup, options, batch, uses=uses).unannotated_axes
         limits["scopes_above"] = scopes_above(setup)
@@ -278,11 +278,11 @@ def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamU
     return {decision.path: use for decision, use in zip(decisions, param_uses, strict=True)}
 
 
-def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
+def _other_dtypes(matching: MatchResult, options: StepOptions) -> Iterator[Finding]:
     """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
-    for entry in promise.kept:
-        if dtypes := set(entry.found_dtypes) - (rounded if entry.kind == "all-gather" else set()):
+    for entry in matching.matched:
+        if dtypes := set(entry.actual_dtypes) - (rounded if entry.kind == "all-gather" else set()):
             is_wider = max(map(dtype_bits, dtypes)) > dtype_bits(entry.dtype)
             yield Finding(
                 rule="other-dtype",
@@ -293,7 +293,7 @@ def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Findin
                 if is_wider
                 else "pass dot_general=meshpar.layers.precision.dot_general to the model's matmuls, so that gradients "
                 "are reduced in Precision.reduce",
-                nbytes=int(entry.found_bytes),
+                nbytes=int(entry.actual_bytes),
             )
 
 

@@ -53,13 +53,13 @@ class MatchEntry(Plain):
     """Minimum and maximum expected arrays per step, before combining. For kernels, the traced count."""
     bytes_sent_per_device: float
     """Expected bytes per step. If the expected count is a range, bytes at the compiled count."""
-    found_count: int
+    actual_count: int
     """Arrays per step in the compiled program."""
-    found_bytes: float
+    actual_bytes: float
     """Bytes sent per device and step in the compiled program."""
     dtype: str = ""
     """Expected dtype of the payload."""
-    found_dtypes: tuple[str, ...] = ()
+    actual_dtypes: tuple[str, ...] = ()
     """Other dtypes in which large arrays are sent."""
     lowered_as: str = ""
     """Kind of the compiled collective, if it differs from `kind`."""
@@ -90,7 +90,7 @@ class Unexpected(Plain):
 class MatchResult(Plain):
     """The collectives of a program, grouped by the result of the comparison."""
 
-    kept: tuple[MatchEntry, ...]
+    matched: tuple[MatchEntry, ...]
     """Expected and compiled."""
     missing: tuple[MatchEntry, ...]
     """Expected, but not in the compiled program."""
@@ -99,7 +99,7 @@ class MatchResult(Plain):
     """Messages of `shard_map` kernels of meshpar or the user, at most as many as were traced."""
     small: tuple[MatchEntry, ...] = ()
     """Losses, metrics and norms."""
-    untold: tuple[MatchEntry, ...] = ()
+    unjudged: tuple[MatchEntry, ...] = ()
     """Collectives over `unannotated_axes`, which cannot be judged."""
     unannotated_axes: tuple[str, ...] = ()
     """Axes that shard unnamed parameters by path rules, so that the layout of the activations is unknown."""
@@ -283,7 +283,7 @@ def match_collectives(
     matches = _assign(expectations, pool)
     summed = {axis for expected in expectations if expected.role == GRADIENTS for axis in expected.axes}
     summed |= set(batch_axes)
-    groups: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "untold": [], "unexpected": []}
+    groups: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "unjudged": [], "unexpected": []}
     for i, (array, runs) in enumerate(pool.arrays):
         untraced = array.count_per_step - traced_runs.get(i, array.count_per_step)
         if _is_bookkeeping(array, longest, summed):
@@ -294,7 +294,7 @@ def match_collectives(
         groups["kernels"].append((array, kernel_runs))
         # Device groups that are not along mesh axes come from resharding, which may involve these axes.
         is_unknown = bool(set(array.axes) & set(unannotated_axes)) or not set(array.axes) <= sizes.keys()
-        name = "untold" if unannotated_axes and is_unknown else "unexpected"
+        name = "unjudged" if unannotated_axes and is_unknown else "unexpected"
         groups[name].append((array, runs - kernel_runs + untraced))
     groups = {name: [(array, runs) for array, runs in items if runs] for name, items in groups.items()}
     small = [item for item in groups["unexpected"] if 4 * _elements(item[0]) <= MIN_SHARDED_BYTES]
@@ -303,12 +303,12 @@ def match_collectives(
         groups["small"] += small
         groups["unexpected"] = [item for item in groups["unexpected"] if item not in small]
     return MatchResult(
-        kept=_merge(entry for match in matches for entry in _kept(match, pool.sizes)),
+        matched=_merge(entry for match in matches for entry in _matched(match, pool.sizes)),
         missing=_merge(entry for match in matches for entry in _missing(match, pool.sizes)),
         unexpected=_unexpected(groups["unexpected"], expectations, pool.sizes, scopes_above),
         kernels=_merge(_entry(f"kernel `{array.module or array.op_name}`", array, n) for array, n in groups["kernels"]),
         small=_merge(_entry("losses, metrics, norms, statistics", *item) for item in groups["small"]),
-        untold=_merge(_entry("activations", *item) for item in groups["untold"]),
+        unjudged=_merge(_entry("activations", *item) for item in groups["unjudged"]),
         unannotated_axes=tuple(axis for axis in sizes if axis in unannotated_axes),
     )
 
@@ -378,7 +378,7 @@ def _is_bookkeeping(array: Collective, longest: int, batch_axes: set[str]) -> bo
     return is_vector and (array.kind == "all-reduce" or array.module.partition("/")[0] == "update")
 
 
-def _kept(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
+def _matched(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
     """Yield the compiled arrays of an expected collective, by kind and axes."""
     expected = match.expected
     by_form: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, int, Fraction]]] = {}
@@ -388,9 +388,9 @@ def _kept(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
     for (kind, axes), assigned in by_form.items():
         is_ring = kind == _RING
         expected_kind = (kind_over.get(axes) if is_ring else kind) or kind
-        found_bytes = sum(array.bytes_sent_per_device * runs for array, runs, _ in assigned)
+        actual_bytes = sum(array.bytes_sent_per_device * runs for array, runs, _ in assigned)
         itemsize = ITEMSIZE.get(expected.dtype, 4)
-        expected_bytes = found_bytes if is_ring else sum(
+        expected_bytes = actual_bytes if is_ring else sum(
             bytes_sent(kind, _elements(array) * itemsize, array.group_size) * runs for array, runs, _ in assigned
         )  # fmt: skip
         # A run that provides a stack of layers counts once per layer.
@@ -406,10 +406,10 @@ def _kept(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
             tensors=expected.tensors,
             count=(max(n for n, _ in counts), min(n for _, n in counts)) if is_only_form else (num_arrays, num_arrays),
             bytes_sent_per_device=expected_bytes,
-            found_count=num_arrays,
-            found_bytes=found_bytes,
+            actual_count=num_arrays,
+            actual_bytes=actual_bytes,
             dtype=expected.dtype,
-            found_dtypes=tuple(sorted({array.dtype for array, *_ in assigned} - {expected.dtype})) if is_large else (),
+            actual_dtypes=tuple(sorted({array.dtype for array, *_ in assigned} - {expected.dtype})) if is_large else (),
             lowered_as=", ".join(sorted({array.kind for array, *_ in assigned} - {expected_kind})),
         )
 
@@ -425,7 +425,7 @@ def _missing(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
             sent = num_missing * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
             yield MatchEntry(
                 role=expected.role, kind=kind, axes=axes, tensors=expected.tensors, count=(num_missing, most),
-                bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=expected.dtype,
+                bytes_sent_per_device=sent, actual_count=0, actual_bytes=0.0, dtype=expected.dtype,
             )  # fmt: skip
 
 
@@ -433,7 +433,7 @@ def _entry(role: str, array: Collective, count: int) -> MatchEntry:
     sent = array.bytes_sent_per_device * count
     return MatchEntry(
         role=role, kind=array.logical_kind, axes=array.axes, tensors=(array.module,) if array.module else (),
-        count=(count, count), bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
+        count=(count, count), bytes_sent_per_device=sent, actual_count=count, actual_bytes=sent,
     )  # fmt: skip
 
 
@@ -449,9 +449,9 @@ def _merge(entries: Iterable[MatchEntry]) -> tuple[MatchEntry, ...]:
                 tensors=tuple(dict.fromkeys(total.tensors + entry.tensors)),
                 count=(total.count[0] + entry.count[0], total.count[1] + entry.count[1]),
                 bytes_sent_per_device=total.bytes_sent_per_device + entry.bytes_sent_per_device,
-                found_count=total.found_count + entry.found_count,
-                found_bytes=total.found_bytes + entry.found_bytes,
-                found_dtypes=tuple(sorted({*total.found_dtypes, *entry.found_dtypes})),
+                actual_count=total.actual_count + entry.actual_count,
+                actual_bytes=total.actual_bytes + entry.actual_bytes,
+                actual_dtypes=tuple(sorted({*total.actual_dtypes, *entry.actual_dtypes})),
             )
         merged[key] = entry
     return tuple(merged.values())

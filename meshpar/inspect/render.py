@@ -183,7 +183,7 @@ def _once(texts: Iterable[str]) -> Iterator[str]:
 
 def sections(report: AnyReport) -> tuple[Section, ...]:
     """Return the report as titled tables of plain cells."""
-    of_step = (_promise(report), _stages(report)) if isinstance(report, Report) else ()
+    of_step = (_matching(report), _stages(report)) if isinstance(report, Report) else ()
     others = (_collectives(report), _overlap(report), _compute(report), _lint(report), _notes(report))
     return tuple(section for section in (_memory(report), *of_step, *others) if section is not None)
 
@@ -198,7 +198,7 @@ def headline(report: AnyReport) -> tuple[Cell, ...]:
     name = report.strategy if isinstance(report, Report) else f"`{report.name}`"
     return (
         Cell(f"{name} on {human_mesh(report.mesh)} · {report.target} · {devices}", "strong"),
-        *((_promise_verdict(report.promise),) if isinstance(report, Report) else ()),
+        *((_matching_verdict(report.matching),) if isinstance(report, Report) else ()),
         *_memory_verdict(report.memory),
         *_speed(report),
     )
@@ -291,36 +291,36 @@ def _memory(report: AnyReport) -> Section:
     return Section(title="Memory", parts=parts)
 
 
-def _promise_verdict(promise: MatchResult) -> Cell:
-    counts = {"unexpected": len(promise.unexpected), "missing": len(promise.missing)}
+def _matching_verdict(matching: MatchResult) -> Cell:
+    counts = {"unexpected": len(matching.unexpected), "missing": len(matching.missing)}
     wrong = [f"{count} {name} collective{'s' * (count > 1)}" for name, count in counts.items() if count]
     if wrong:
-        return Cell("✘ " + ", ".join(wrong), "bad" if promise.unexpected else "warn")
-    if promise.unannotated_axes:
-        axes = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
+        return Cell("✘ " + ", ".join(wrong), "bad" if matching.unexpected else "warn")
+    if matching.unannotated_axes:
+        axes = ", ".join(f"`{axis}`" for axis in matching.unannotated_axes)
         return Cell(f"✔ collectives match the strategy; those over {axes} cannot be checked", "warn")
     return Cell("✔ collectives match the strategy", "good")
 
 
-def _promise(report: Report) -> Section:
-    promise = report.promise
+def _matching(report: Report) -> Section:
+    matching = report.matching
     parts: list[Table | Cell] = []
-    if promise.unexpected:
-        parts.append(_unexpected(promise.unexpected))
-    parts += _lines("Missing", promise.missing, "bad")
-    parts += _lines("Found", promise.kept)
-    parts += _lines("From kernels", promise.kernels)
-    if promise.unannotated_axes:
-        axes = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
+    if matching.unexpected:
+        parts.append(_unexpected(matching.unexpected))
+    parts += _lines("Missing", matching.missing, "bad")
+    parts += _lines("Found", matching.matched)
+    parts += _lines("From kernels", matching.kernels)
+    if matching.unannotated_axes:
+        axes = ", ".join(f"`{axis}`" for axis in matching.unannotated_axes)
         text = (
             f"Rules shard parameters over {axes}, but activations have no sharding over these axes, so their "
             "collectives cannot be checked. To check them, name the dims of parameters with mp.names(...), add "
             "Rules(activations=...), and add mp.tensor_parallel() to the strategy."
         )
-        parts += [Cell(text, "warn"), *_lines(f"Over {axes}", promise.untold)]
-    if promise.small:
-        sent = human_bytes(sum(entry.found_bytes for entry in promise.small))
-        count = sum(entry.found_count for entry in promise.small)
+        parts += [Cell(text, "warn"), *_lines(f"Over {axes}", matching.unjudged)]
+    if matching.small:
+        sent = human_bytes(sum(entry.actual_bytes for entry in matching.small))
+        count = sum(entry.actual_count for entry in matching.small)
         parts.append(Cell(f"Losses, metrics, norms etc.: {count:,} small arrays, {sent} in total.", "faint"))
     if not report.collectives:
         parts.append(Cell("The program has no collectives."))
@@ -358,9 +358,9 @@ def _lines(title: str, lines: Sequence[MatchEntry], style: Style = "") -> list[T
             entry.kind + (f", lowered as {entry.lowered_as}" if entry.lowered_as else ""),
             "*".join(entry.axes),
             " to ".join(f"{count:,}" for count in dict.fromkeys(entry.count)),
-            Cell(f"{entry.found_count:,}", "" if entry.count[0] <= entry.found_count <= entry.count[1] else "bad"),
+            Cell(f"{entry.actual_count:,}", "" if entry.count[0] <= entry.actual_count <= entry.count[1] else "bad"),
             human_bytes(entry.bytes_sent_per_device),
-            human_bytes(entry.found_bytes),
+            human_bytes(entry.actual_bytes),
             Cell(
                 ", ".join(entry.tensors[:2]) + f" and {len(entry.tensors) - 2} more" * (len(entry.tensors) > 2), "faint"
             ),

@@ -102,27 +102,27 @@ class Report(_ProgramReport):
 
     strategy: str
     memory: Memory
-    promise: MatchResult
+    matching: MatchResult
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
     unit: ClassVar[str] = "step"
     """Unit of the counts and times."""
 
     @property
-    def is_as_promised(self) -> bool:
+    def is_as_expected(self) -> bool:
         """Whether the program has no unexpected collectives.
 
         If the model constrains no activations, they are expected to keep the sharding of the batch, so that only
-        parameters and gradients are sent. Collectives over `promise.unannotated_axes` are not judged.
+        parameters and gradients are sent. Collectives over `matching.unannotated_axes` are not judged.
         """
-        return not self.promise.unexpected
+        return not self.matching.unexpected
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, with sizes in bytes and times in seconds."""
         return {"lint" if name == "findings" else name: value for name, value in super().to_json().items()}
 
     def __repr__(self) -> str:
-        verdict = "as promised" if self.is_as_promised else f"{len(self.promise.unexpected)} unexpected collectives"
+        verdict = "as expected" if self.is_as_expected else f"{len(self.matching.unexpected)} unexpected collectives"
         return f"<Report: {self.strategy} on {self.devices} devices, {self.target}, {verdict}>"
 
 

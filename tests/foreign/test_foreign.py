@@ -124,11 +124,11 @@ def test_explain_raises_no_false_alarm(name, strategy):
     setup = setup_of(case, spec, parts, by_path="path" in strategy)
     step = step_of(case, accumulate)
     report = mp.explain(step, setup.abstract, batches(case)[0])
-    assert not [one for one in report.promise.unexpected if not re.fullmatch(case.costly, one.module)], str(report)
-    assert not report.promise.missing, str(report)
-    assert report.promise.kept
-    assert report.promise.unannotated_axes == (("tensor",) if "path" in strategy else ())
-    assert ("over `tensor` cannot be checked" in str(report)) == ("path" in strategy and report.is_as_promised)
+    assert not [one for one in report.matching.unexpected if not re.fullmatch(case.costly, one.module)], str(report)
+    assert not report.matching.missing, str(report)
+    assert report.matching.matched
+    assert report.matching.unannotated_axes == (("tensor",) if "path" in strategy else ())
+    assert ("over `tensor` cannot be checked" in str(report)) == ("path" in strategy and report.is_as_expected)
 
 
 def test_gpt2_costs_no_more_than_the_annotated_decoder(pod):
@@ -155,8 +155,8 @@ def test_gpt2_costs_no_more_than_the_annotated_decoder(pod):
         state = abstract_state(model, optax.adamw(1e-3), mesh=mesh, strategy=mp.fsdp() | rules)
         step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
         report = mp.explain(step, state, {"inputs": ids, "targets": ids}, "h100:1x8", pod=pod, advise=False)
-        assert report.is_as_promised, str(report)
-        assert not report.promise.missing, str(report)
+        assert report.is_as_expected, str(report)
+        assert not report.matching.missing, str(report)
         sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
         return np.array((sent, report.memory.peak_bytes, report.timeline.step_s))
 

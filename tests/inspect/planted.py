@@ -1,7 +1,7 @@
 """Programs with one costly mistake each, as people make them, and the reference decoder under every strategy.
 
 Every builder gives a `Plant`: a step to compile, and what is to be found in it. Some mistakes are findings of the lint,
-others (`rule` is empty) show only as collectives that no strategy promised.
+others (`rule` is empty) show only as collectives that no strategy expects.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def abstract(strategy, *, model=None, on_devices=True, **axes):
 
 def test_explain_contrastive_loss_has_no_unexpected_collectives():
     report = mp.explain(mp.train_step(clip_loss), abstract(mp.ddp(), data=8), BATCH)
-    assert report.is_as_promised
-    found = {line.kind: line.found_count for line in report.promise.kept if line.role == pairs.ROLE}
+    assert report.is_as_expected
+    found = {line.kind: line.actual_count for line in report.matching.matched if line.role == pairs.ROLE}
     assert found["all-gather"] == 1
 
 
@@ -62,7 +62,7 @@ def test_explain_contrastive_loss_has_no_unexpected_collectives():
 def test_explain_contrastive_loss_on_h100(strategy, axes):
     state = abstract(strategy, on_devices=False, **axes)
     report = mp.explain(mp.train_step(clip_loss), state, BATCH, "h100:1x8")
-    assert report.is_as_promised, report.promise.unexpected
+    assert report.is_as_expected, report.matching.unexpected
 
 
 def test_explain_reports_other_gathers_of_a_contrastive_model():
@@ -72,7 +72,7 @@ def test_explain_reports_other_gathers_of_a_contrastive_model():
 
     state = abstract(mp.ddp(), model=mp.from_functions(init, with_stray_gather, names=NAMES), data=8)
     report = mp.explain(mp.train_step(clip_loss), state, BATCH)
-    assert [one.kind for one in report.promise.unexpected] == ["all-gather"]
+    assert [one.kind for one in report.matching.unexpected] == ["all-gather"]
 
 
 def test_attention_of_a_square_batch_compares_no_examples():
@@ -84,4 +84,4 @@ def test_attention_of_a_square_batch_compares_no_examples():
     batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
     step = mp.train_step(next_token_loss)
     step_spec = step_spec_of(state.setup, step.options, batch)
-    assert not list(pairs.promised(step.trace(state, batch).jaxpr, 2, 16, step_spec))
+    assert not list(pairs.expected(step.trace(state, batch).jaxpr, 2, 16, step_spec))

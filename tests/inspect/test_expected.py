@@ -158,13 +158,13 @@ def test_a_strategy_sends_what_the_formulas_say(read, case, target):
     assert_matches(found)
     expected = closed_form(case, on_cpu=target == "cpu")
     counts, sent = {}, {}
-    for line in found.kept:
+    for line in found.matched:
         key = "*".join(line.axes), line.kind
-        counts[key] = counts.get(key, 0) + line.found_count
-        sent[key] = sent.get(key, 0.0) + line.found_bytes
-        assert line.count[0] <= line.found_count <= line.count[1]
+        counts[key] = counts.get(key, 0) + line.actual_count
+        sent[key] = sent.get(key, 0.0) + line.actual_bytes
+        assert line.count[0] <= line.actual_count <= line.count[1]
         factor = 2 if (line.kind, line.lowered_as) == ("reduce-scatter", "all-reduce") else 1
-        assert line.found_bytes == pytest.approx(factor * line.bytes_sent_per_device, rel=0.01), line
+        assert line.actual_bytes == pytest.approx(factor * line.bytes_sent_per_device, rel=0.01), line
     if case == "fsdp_sequence" and ("fsdp*tensor", "all-reduce") in counts:
         # Older GPU compilers do not scatter what is as small as a norm's scale: they sum it over both axes at once.
         assert counts.pop(("fsdp*tensor", "all-reduce")) == len_norms()
@@ -179,8 +179,8 @@ def test_a_strategy_sends_what_the_formulas_say(read, case, target):
         assert sent[key] == pytest.approx(expected_bytes, rel=0.01), key
     # Nothing was left out of the account but numbers of the size of a loss.
     total = sum(one.bytes_sent_per_step for one in collectives)
-    assert sum(line.found_bytes for line in (*found.kept, *found.small)) == pytest.approx(total)
-    assert all(line.bytes_sent_per_device / line.found_count <= 2 * F32 * SMALL for line in found.small)
+    assert sum(line.actual_bytes for line in (*found.matched, *found.small)) == pytest.approx(total)
+    assert all(line.bytes_sent_per_device / line.actual_count <= 2 * F32 * SMALL for line in found.small)
 
 
 OPTIONS = {
@@ -223,9 +223,9 @@ def test_each_micro_step_reduces_and_gathers(compiled):
         return verdict(plant.state.setup, plant.step.options, found, jaxpr, "cpu", plant.batch)
 
     def sent(found, kind):
-        lines = [line for line in found.kept if line.kind == kind]
-        assert all(line.count[0] <= line.found_count <= line.count[1] for line in lines)
-        return sum(line.found_count for line in lines)
+        lines = [line for line in found.matched if line.kind == kind]
+        assert all(line.count[0] <= line.actual_count <= line.count[1] for line in lines)
+        return sum(line.actual_count for line in lines)
 
     each, once = verdict_of("each_microbatch"), verdict_of("once")
     assert sent(each, "reduce-scatter") == 2 * (sent(once, "reduce-scatter") - 1) == 2 * (LEAVES - 1)
@@ -254,7 +254,7 @@ def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
 
 
 UNEXPECTED = {
-    # A planted mistake, and the dearest collective that it causes and nobody promised.
+    # A planted mistake, and the dearest collective that it causes and no strategy expects.
     "gathered_activation": ("all-gather", ("fsdp",), "gradients/layers/order"),
     "whole_batch": ("all-gather", ("fsdp",), "gradients/layers/mlp"),
     "reshaped_batch": ("all-reduce", ("data",), "gradients/micro_steps/layers/mlp"),
@@ -293,7 +293,7 @@ def test_what_a_kernel_sends_is_its_own_matter(read):
 
 
 def test_another_strategys_program_breaks_the_promise(read, planted):
-    """zero3's promise against ddp's program: nothing is gathered, and the gradients' sums are unexpected."""
+    """The collectives of zero3 against ddp's program: nothing is gathered, and the gradients' sums are unexpected."""
     plant = planted.reference("zero3")
     setup, options = plant.state.setup, plant.step.options
     _, _, collectives, _ = read("ddp", "pod")
@@ -345,7 +345,7 @@ def test_a_model_of_plain_functions_is_held_to_its_promise():
     program = compile_here(step.trace(state, batch))
     found = verdict(state.setup, step.options, census(program.module, mesh), None, "cpu", batch)
     assert not found.unexpected
-    assert {(line.role, line.axes) for line in found.kept} >= {("gradients", ("data",))}
+    assert {(line.role, line.axes) for line in found.matched} >= {("gradients", ("data",))}
 
 
 def test_json_has_plain_data(read):
@@ -355,10 +355,10 @@ def test_json_has_plain_data(read):
 
 
 def explained(model, loss, batch, axes, strategy, tx=None):
-    """The promise of a small model's step on the CPU devices here."""
+    """The matching of a small model's step on local CPU devices."""
     mesh = mp.MeshSpec(**axes).build()
     state = mp.abstract_state(model, tx or optax.adam(1e-3), mesh=mesh, strategy=strategy)
-    return mp.explain(mp.train_step(loss), state, batch).promise
+    return mp.explain(mp.train_step(loss), state, batch).matching
 
 
 def squares(model, batch, key):
@@ -384,8 +384,8 @@ def test_layers_of_a_scan_need_no_names(strategy, axes):
     )
     found = explained(model, squares, {"x": np.ones((64, 96), np.float32)}, axes, strategy)
     assert_matches(found)
-    gradients = [line for line in found.kept if line.role == "gradients"]
-    assert sum(line.found_count for line in gradients) == 1 + 3
+    gradients = [line for line in found.matched if line.role == "gradients"]
+    assert sum(line.actual_count for line in gradients) == 1 + 3
 
 
 def test_bytes_are_no_tokens():
@@ -394,7 +394,7 @@ def test_bytes_are_no_tokens():
     images = {"x": np.zeros((256, 4, 8, 3), np.uint8)}
     found = explained(model, squares, images, {"data": 2, "tensor": 4}, mp.ddp() | mp.tensor_parallel())
     assert_matches(found)
-    assert "partial sums, forward" in {line.role for line in found.kept}
+    assert "partial sums, forward" in {line.role for line in found.matched}
 
 
 def test_statistics_of_a_batch_are_expected():
@@ -428,8 +428,8 @@ def test_another_dtype_than_promised_is_told(pod):
     step = mp.train_step(squares, precision=mp.Precision(compute="bfloat16"))
     batch = {"x": np.ones((2048, 96), np.float32)}
     found = mp.explain(step, state, batch, "h100:1x8", pod=pod)
-    (line,) = found.promise.kept
-    assert (line.dtype, line.found_dtypes) == ("f32", ("bf16",))
+    (line,) = found.matching.matched
+    assert (line.dtype, line.actual_dtypes) == ("f32", ("bf16",))
     (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
     assert "bf16" in finding.what
     assert "f32" in finding.what
@@ -438,7 +438,7 @@ def test_another_dtype_than_promised_is_told(pod):
 
 @pytest.mark.pod
 def test_partial_sums_of_modules_that_cast_back_are_no_bfloat16(pod):
-    """What was promised in bfloat16 and sent in float32 is twice the bytes, with the fix for what is too wide."""
+    """What was expected in bfloat16 and sent in float32 is twice the bytes, with the fix for what is too wide."""
 
     def apply(p, x):
         hidden = mp.constrain(jax.numpy.tanh(x @ p["a"].astype("float32")), "batch", "act_mlp")
@@ -449,8 +449,8 @@ def test_partial_sums_of_modules_that_cast_back_are_no_bfloat16(pod):
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=mp.tensor_parallel())
     step = mp.train_step(squares, precision=mp.Precision(compute="bfloat16"))
     found = mp.explain(step, state, {"x": np.ones((2048, 96), np.float32)}, "h100:1x8", pod=pod)
-    (line,) = [one for one in found.promise.kept if one.role == "partial sums, forward"]
-    assert (line.dtype, line.found_dtypes) == ("bf16", ("f32",))
-    assert 2 * line.bytes_sent_per_device == line.found_bytes > 0
+    (line,) = [one for one in found.matching.matched if one.role == "partial sums, forward"]
+    assert (line.dtype, line.actual_dtypes) == ("bf16", ("f32",))
+    assert 2 * line.bytes_sent_per_device == line.actual_bytes > 0
     (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
     assert "build the model's modules with dtype=bfloat16" in finding.fix

@@ -50,8 +50,8 @@ def test_explain_compiles_for_the_local_devices():
     batch = {"x": np.ones((16, 64), np.float32)}
     report = mp.explain(step, state, batch)
     assert (report.devices, report.target, report.strategy) == (8, "cpu", "fsdp()")
-    assert report.is_as_promised
-    assert {(line.role, line.kind) for line in report.promise.kept} == {
+    assert report.is_as_expected
+    assert {(line.role, line.kind) for line in report.matching.matched} == {
         ("weights before use", "all-gather"),
         ("gradients", "reduce-scatter"),
     }
@@ -133,8 +133,8 @@ def test_llama_8b_on_64_gpus_has_the_expected_collectives(pod):
     batch = {name: jax.ShapeDtypeStruct((64, 4096), np.int32) for name in ("inputs", "targets")}
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
     found = mp.explain(step, state, batch, "h100:8x8", pod=pod)
-    assert found.is_as_promised
-    assert not found.promise.missing
+    assert found.is_as_expected
+    assert not found.matching.missing
     num_params, table = state.num_params, model.vocab_size * model.embed_dim
     sent = {kind: total.bytes_sent_per_device for kind, total in found.totals["fsdp"].items()}
     # The embedding is not gathered: its rows are exchanged, forward and backward.
@@ -153,7 +153,7 @@ def test_report_of_a_single_device():
     found = mp.explain(step, state, {"x": np.ones((4, 8), np.float32)})
     assert found.collectives == ()
     assert found.totals == {}
-    assert found.is_as_promised
+    assert found.is_as_expected
 
 
 def test_explain_reads_the_program_that_training_compiles(planted):

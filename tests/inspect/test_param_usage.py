@@ -72,23 +72,23 @@ def test_uses_counts_full_and_sliced_uses():
 
 def test_model_without_names_has_no_unexpected_collectives():
     report = _report()
-    assert report.is_as_promised, str(report)
-    assert not report.promise.missing, str(report)
-    assert not report.promise.unannotated_axes
+    assert report.is_as_expected, str(report)
+    assert not report.matching.missing, str(report)
+    assert not report.matching.unannotated_axes
 
 
 def test_axes_named_by_paths_only_are_not_expected():
     report = _report(paths={r"h_.*/up/kernel": ("fsdp", "tensor"), r"h_.*/down/kernel": ("tensor", "fsdp")})
-    assert report.is_as_promised, str(report)
-    assert report.promise.unannotated_axes == ("tensor",)
-    assert any("all-reduce" in line.kind and line.axes == ("tensor",) for line in report.promise.untold)
+    assert report.is_as_expected, str(report)
+    assert report.matching.unannotated_axes == ("tensor",)
+    assert any("all-reduce" in line.kind and line.axes == ("tensor",) for line in report.matching.unjudged)
     assert "over `tensor` cannot be checked" in str(report)
     assert "add mp.tensor_parallel()" in str(report)
 
 
 @pytest.mark.call_stacks
 def test_equal_layers_share_a_line():
-    found = _report(rolls=True).promise.unexpected
+    found = _report(rolls=True).matching.unexpected
     rolled = [one for one in found if one.kind == "collective-permute"]
     assert {(one.module, one.layers) for one in rolled} == {("gradients/Tied/h_*", 2)}
 

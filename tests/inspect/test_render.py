@@ -37,7 +37,7 @@ def empty(report):
     compute = Compute(flops_per_device=0, model_flops_per_device=None, ratio=None)
     return dataclasses.replace(
         report, mesh={"data": 1}, devices=1, memory=memory, collectives=(), compute=compute, findings=(), notes=(),
-        promise=MatchResult(kept=(), missing=(), unexpected=()),
+        matching=MatchResult(matched=(), missing=(), unexpected=()),
         overlap=Overlap(hidden_fraction=None, per_axis={}, exposed=()),
     )  # fmt: skip
 
@@ -50,17 +50,17 @@ def nasty(reports):
         dataclasses.replace(one, collective=dataclasses.replace(one.collective, module=NASTY, source=f"{NASTY}:3"))
         for one in base.collectives
     ]
-    promise = dataclasses.replace(
-        base.promise,
-        kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in base.promise.kept),
-        unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in base.promise.unexpected),
+    matching = dataclasses.replace(
+        base.matching,
+        kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in base.matching.matched),
+        unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in base.matching.unexpected),
     )
     largest = Contributor(module=NASTY, nbytes=5, what=NASTY, shape=NASTY, source=NASTY, count=2)
     remedy = Remedy(change=NASTY, peak_bytes=None, fits=False, reason=NASTY)
     memory = dataclasses.replace(base.memory, largest=(largest,), remedies=(remedy,), note=NASTY)
     finding = Finding(rule=NASTY, module=NASTY, source=NASTY, what=NASTY, fix=NASTY, nbytes=3)
     return dataclasses.replace(
-        base, strategy=NASTY, target=NASTY, collectives=tuple(sent), promise=promise, memory=memory,
+        base, strategy=NASTY, target=NASTY, collectives=tuple(sent), matching=matching, memory=memory,
         findings=(finding,), notes=(NASTY,),
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_text_contains_the_report(report):
         assert render.human_bytes(total.bytes_sent_per_device) in text
     for note in report.notes:
         assert note in " ".join(text.split())
-    assert repr(report) == "<Report: fsdp() on 8 devices, cpu, as promised>"
+    assert repr(report) == "<Report: fsdp() on 8 devices, cpu, as expected>"
     assert "OVERLAP" not in text  # there is no timeline for a CPU; the notes give the reason
     assert report.overlap.reason in " ".join(text.split())
 
@@ -154,7 +154,7 @@ def test_headline_repeats_findings_that_invalidate_it(report):
 def test_unexpected_collectives_come_first_with_line_and_fix(reports):
     text = str(reports["wrong_name"])
     assert text.index("Unexpected") < text.index("Found")
-    first = reports["wrong_name"].promise.unexpected[0]
+    first = reports["wrong_name"].matching.unexpected[0]
     assert render.place(first.source) in text
     assert first.fix[:40] in text
     assert text.count("as above") >= 1  # a repeated fix is printed once

@@ -63,4 +63,4 @@ def test_collectives_per_layer_match_the_literature(table):
 
 
 def test_collectives_match_every_strategy(table):
-    assert all(report.is_as_promised and not report.promise.missing for report in table.reports)
+    assert all(report.is_as_expected and not report.matching.missing for report in table.reports)

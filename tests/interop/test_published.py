@@ -146,5 +146,5 @@ def test_explain_finds_nothing_unexpected(name, devices):
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
     batch = {key: jax.ShapeDtypeStruct((devices, 1024), np.int32) for key in ("inputs", "targets")}
     report = mp.explain(step, state, batch, f"h100:{devices // 8}x8")
-    assert report.is_as_promised, str(report)
-    assert not report.promise.missing
+    assert report.is_as_expected, str(report)
+    assert not report.matching.missing

@@ -111,7 +111,7 @@ def test_collectives_are_as_expected(mesh, strategy):
     state = mp.init_state(model, optax.adam(1e-2), mesh=mesh_of(mesh), strategy=parse_strategy(strategy), key=0)
     step = mp.train_step(mp.models.next_token_loss, interleave=2, remat="full")
     batch = {name: np.zeros((8, 8), np.int32) for name in ("inputs", "targets")}
-    assert mp.explain(step, state, batch).is_as_promised
+    assert mp.explain(step, state, batch).is_as_expected
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------

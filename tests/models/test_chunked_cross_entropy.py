@@ -123,7 +123,7 @@ def test_a_split_decoder_has_the_same_gradients_and_no_logits(mesh8):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TIGHT), found(params, batch), expected)
 
 
-PROMISES = {
+CASES_OF_MESHES = {
     "zero1": (mp.MeshSpec(fsdp=8), mp.zero1(), {}),
     "fsdp": (mp.MeshSpec(fsdp=8), mp.fsdp(), {}),
     "prefetch": (mp.MeshSpec(fsdp=8), mp.fsdp(prefetch=1), {"remat": "full"}),
@@ -139,7 +139,7 @@ WIDE = dataclasses.replace(
 
 
 def explained(case, tied, cluster=None, pod=None):
-    spec, strategy, options = PROMISES[case]
+    spec, strategy, options = CASES_OF_MESHES[case]
     mesh = mesh_of(spec) if cluster is None else spec.abstract(devices=8)
     model = dataclasses.replace(WIDE, tied_embeddings=tied).build()
     state = abstract_state(model, optax.adamw(1e-3), mesh=mesh, strategy=strategy)
@@ -148,18 +148,18 @@ def explained(case, tied, cluster=None, pod=None):
     return mp.explain(step, state, batch, cluster, pod=pod, advise=False)
 
 
-def assert_as_promised(report):
-    assert not report.promise.missing
-    assert not report.promise.unexpected
+def assert_as_expected(report):
+    assert not report.matching.missing
+    assert not report.matching.unexpected
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("case", "tied"), cases(("fsdp|sequence", True), grid=itertools.product(PROMISES, (False, True)))
+    ("case", "tied"), cases(("fsdp|sequence", True), grid=itertools.product(CASES_OF_MESHES, (False, True)))
 )
 def test_each_chunk_is_gathered_and_its_gradient_scattered(case, tied):
     report = explained(case, tied)
-    assert_as_promised(report)
+    assert_as_expected(report)
     if case == "fsdp|sequence":
         chunks = 4
         sent = [one.collective for one in report.collectives if one.collective.axes == ("fsdp",)]
@@ -175,4 +175,4 @@ def test_each_chunk_is_gathered_and_its_gradient_scattered(case, tied):
     ("case", "tied"), [("zero1", False), ("fsdp", True), ("fsdp|sequence", False), ("once", False)]
 )
 def test_on_gpus_too(case, tied, pod):
-    assert_as_promised(explained(case, tied, "h100:1x8", pod))
+    assert_as_expected(explained(case, tied, "h100:1x8", pod))

@@ -148,8 +148,8 @@ def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod_with_cudnn
     assert set(targets) == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
     scores = [one.shape for one in work.largest_temporaries(program.module, 1000) if "256,256]" in one.shape]
     assert not scores
-    assert not report.promise.unexpected
-    assert not report.promise.missing
+    assert not report.matching.unexpected
+    assert not report.matching.missing
     assert not work.custom_calls(program.module)
 
 
@@ -166,8 +166,8 @@ def test_a_ring_of_its_tiles_is_what_compute_bounds(pod_with_cudnn):
     assert not [one for one in work.largest_temporaries(program.module, 1000) if "8192,8192]" in one.shape]
     assert report.compute.bound == "compute"
     assert report.overlap.per_axis["context"] > 0.9
-    assert not report.promise.unexpected
-    assert not report.promise.missing
+    assert not report.matching.unexpected
+    assert not report.matching.missing
 
 
 @pytest.mark.pod

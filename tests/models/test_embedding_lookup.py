@@ -117,8 +117,8 @@ def test_a_step_that_looks_up_by_rows_sends_what_it_promises(case):
     state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=mesh_of(spec), strategy=strategy)
     batch = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}
     report = mp.explain(mp.train_step(next_token_loss), state, batch)
-    assert report.is_as_promised, report.promise.missing
-    assert not report.promise.missing
-    gathered = [line for line in report.promise.kept if line.role == "weights before use"]
+    assert report.is_as_expected, report.matching.missing
+    assert not report.matching.missing
+    gathered = [line for line in report.matching.matched if line.role == "weights before use"]
     assert gathered
     assert not any("embed/embedding" in line.tensors for line in gathered)

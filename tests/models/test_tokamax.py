@@ -142,6 +142,6 @@ def test_a_step_explained_holds_the_kernels(pod, remat, is_packed, calls):
     step = mp.train_step(next_token_loss, precision=precision, remat=remat)
     report = mp.explain(step, state, batch, "h100:1x8", pod=pod, advise=False)
     assert report.compute.library_calls == {"mosaic_gpu_v2": calls}
-    assert not report.promise.unexpected
-    assert not report.promise.missing
+    assert not report.matching.unexpected
+    assert not report.matching.missing
     assert report.compute.ratio == pytest.approx(1.05 if remat == "minimal" else 1.37, abs=0.05)

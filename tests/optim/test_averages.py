@@ -63,7 +63,7 @@ def test_ema_needs_no_communication():
     reports = [
         mp.explain(mp.train_step(loss), abstract(tx), BATCH) for tx in (optax.adam(0.1), mp.ema(optax.adam(0.1), 0.9))
     ]
-    assert all(report.is_as_promised for report in reports)
+    assert all(report.is_as_expected for report in reports)
     sent = [sum(found.collective.bytes_sent_per_step for found in report.collectives) for report in reports]
     assert sent[0] == sent[1] > 0
 

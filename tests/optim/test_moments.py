@@ -320,8 +320,8 @@ def test_int8_moments_cause_no_unexpected_collectives():
         CONFIG.build(), mp.optim.low_precision_moments(optax.adam(1e-2), "int8"), mesh=spec.build(), strategy=strategy
     )
     report = mp.explain(mp.train_step(next_token_loss), state, BATCH)
-    assert not report.promise.unexpected
-    assert not report.promise.missing
+    assert not report.matching.unexpected
+    assert not report.matching.missing
 
 
 @pytest.mark.matrix

@@ -161,28 +161,28 @@ def optax_muon(names):
 def test_explain_expects_the_communication_of_muon():
     """In addition to AdamW's step: 8 layers with 4 matrices of 64 x 64 and 3 of 64 x 128, on 8 ranks."""
     muon, adam = reported(recipe_muon), reported(lambda names: optax.adamw(1e-3))
-    assert not muon.promise.unexpected
-    assert not muon.promise.missing
+    assert not muon.matching.unexpected
+    assert not muon.matching.missing
     square, rectangular = 4 * 64 * 64 * exchange(4 * 8, ranks=8)[1], 4 * 64 * 128 * exchange(3 * 8, ranks=8)[1]
     assert sent(muon) - sent(adam) == pytest.approx(square + rectangular, rel=0.01)  # and norms and counts
-    lines = [line for line in muon.promise.kernels if line.kind == "all-to-all"]
-    assert sum(line.found_bytes for line in lines) == pytest.approx(square + rectangular)
+    lines = [line for line in muon.matching.kernels if line.kind == "all-to-all"]
+    assert sum(line.actual_bytes for line in lines) == pytest.approx(square + rectangular)
     assert {line.axes for line in lines} == {("fsdp",)}
 
 
 @pytest.mark.matrix
 def test_optax_muon_sends_more_and_is_unexpected():
     report = reported(optax_muon)
-    assert report.promise.unexpected
+    assert report.matching.unexpected
     assert sent(report) > 1.5 * sent(reported(recipe_muon))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["ddp", "zero1", "hsdp", "hsdp|tensor", "fsdp|tensor+sequence"])
 def test_collectives_of_muon_match(case):
-    promise = reported(recipe_muon, case).promise
-    assert not promise.unexpected
-    assert not promise.missing
+    matching = reported(recipe_muon, case).matching
+    assert not matching.unexpected
+    assert not matching.missing
 
 
 # Muon in a recipe -----------------------------------------------------------------------------------------------------

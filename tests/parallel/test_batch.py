@@ -121,7 +121,7 @@ def test_batch_errors():
 def test_explain_counts_replicated_leaves_in_full():
     state = state_on(mp.MeshSpec(fsdp=8), FSDP)
     report = mp.explain(mp.train_step(loss), state.setup.abstract, batch())
-    assert report.is_as_promised, str(report)
+    assert report.is_as_expected, str(report)
     sharded = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch()["graph"]))
     unsharded = report.memory.batch_bytes - sharded // 8
     table = batch()["table"].nbytes

@@ -141,7 +141,7 @@ ON_TYPES = {
     ("case", "types"), cases(("fsdp|context", "all"), grid=itertools.product(ON_TYPES, ("all", "fsdp alone")))
 )
 def test_explicit_axes_run_the_program_of_auto_ones(case, types):
-    """So they send the same, promise the same, and give the same numbers."""
+    """They have the same collectives, expected collectives and results."""
     spec, strategy, options, fields = ON_TYPES[case]
     texts = []
     for one in (spec, spec.replace(axis_types="explicit" if types == "all" else {"fsdp": "explicit"})):

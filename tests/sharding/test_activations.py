@@ -121,12 +121,12 @@ def test_outputs_of_unnamed_modules_are_sharded_by_batch(kind, monkeypatch):
     assert set(specs) == {P(BATCH_AXES, None, None)}
     step = mp.train_step(_loss)
     report = mp.explain(step, state, X)
-    assert not report.promise.unexpected
+    assert not report.matching.unexpected
     state, metrics = step(state, X)
     monkeypatch.setattr(adapters, "constrain_output", lambda path, out: out)
     state, step = _state(MODELS[kind]()), mp.train_step(_loss)
     with pytest.warns(UserWarning, match="constrain"):
-        assert mp.explain(step, state, X).promise.unexpected
+        assert mp.explain(step, state, X).matching.unexpected
     np.testing.assert_allclose(metrics["loss"], step(state, X)[1]["loss"], rtol=1e-5)
 
 
@@ -137,7 +137,7 @@ def test_advice_names_modules_by_paths_for_rules(kind):
     rules = mp.Rules(activations={"block0/up": None, r"block\d": (None, None, "act_mlp")})
     strategy = FSDP | _activation_rules(act_mlp="fsdp") | rules
     report = mp.explain(mp.train_step(_loss), _abstract(MODELS[kind](), strategy), X)
-    gathers = [collective for collective in report.promise.unexpected if collective.kind == "all-gather"]
+    gathers = [collective for collective in report.matching.unexpected if collective.kind == "all-gather"]
     assert any(re.search(r"/block[01]/(up|down)$", gather.module) for gather in gathers), gathers
     assert all("mp.constrain" not in gather.fix for gather in gathers)
     advised = {path for gather in gathers for path in re.findall(r'activations=\{r"(.*?)"', gather.fix)}
@@ -420,7 +420,7 @@ def test_remat_rules_save_memory_and_keep_results(kind, policy):
     for rules in (mp.Rules(), mp.Rules(remat={r"blocks.\d": policy})):
         state, step = _state(DEEP[kind](), FSDP | rules), mp.train_step(_deep_loss)
         report = mp.explain(step, state.setup.abstract, batch)
-        assert report.is_as_promised, str(report)
+        assert report.is_as_expected, str(report)
         assert not re.search(r"(blocks.\d).*/\1", str(report)), "a path occurs twice in a name"
         losses = []
         for _ in range(3):
@@ -445,7 +445,7 @@ def test_remat_rules_apply_inside_scanned_layers(linen, layout):
         state = _state(model, FSDP | rules)
         step = mp.train_step(mp.models.next_token_loss, **options)
         num_remats.append(_num_remats(step.trace(state, TOKENS).jaxpr))
-        assert mp.explain(step, state.setup.abstract, TOKENS).is_as_promised
+        assert mp.explain(step, state.setup.abstract, TOKENS).is_as_expected
         results = step(state, TOKENS)[1]
         metrics.append((float(results["loss"]), float(results["grad_norm"])))
     assert num_remats[1] > num_remats[0]

@@ -131,7 +131,7 @@ def recorded(recipe: str, cluster: str | None, fields: list[str]) -> tuple[str, 
         return normalized(lowered.as_text()), {}
     report = explain(step, state, batch, advise=False).to_json()
     kept = {"totals": report["totals"]}
-    kept["unmatched"] = {key: len(report["promise"][key]) for key in ("unexpected", "missing")}
+    kept["unmatched"] = {key: len(report["matching"][key]) for key in ("unexpected", "missing")}
     kept["memory"] = {key: value for key, value in report["memory"].items() if isinstance(value, int)}
     return normalized(lowered.as_text()), kept
 

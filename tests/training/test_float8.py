@@ -267,9 +267,9 @@ def explained(config, split, precision, cluster=None):
     return mp.explain(mp.train_step(next_token_loss, precision=precision), state, TOKENS, **options)
 
 
-def assert_as_promised(report):
-    assert not report.promise.unexpected
-    assert not report.promise.missing
+def assert_as_expected(report):
+    assert not report.matching.unexpected
+    assert not report.matching.missing
     assert [one.rule for one in report.findings if one.rule == "other-dtype"] == []
 
 
@@ -281,15 +281,15 @@ def assert_as_promised(report):
     ids=["dense", "experts", "tensor", "sequence"],
 )
 def test_expected_collectives_on_host_devices(config, split, precision):
-    assert_as_promised(explained(config, split, precision))
+    assert_as_expected(explained(config, split, precision))
 
 
 def scales_sent(report):
     """Return the number of scale arrays and the bytes that a device sends, by (kind, axes)."""
     found = collections.defaultdict(lambda: (0, 0))
-    for line in (one for one in report.promise.kept if one.role == SCALES):
+    for line in (one for one in report.matching.matched if one.role == SCALES):
         count, sent = found[line.kind, line.axes]
-        found[line.kind, line.axes] = count + line.found_count, sent + line.found_bytes
+        found[line.kind, line.axes] = count + line.actual_count, sent + line.actual_bytes
     return dict(found)
 
 
@@ -316,7 +316,7 @@ def expected_scales(split):
 @pytest.mark.parametrize("split", SPLIT)
 def test_expected_messages_of_row_scales_on_gpus(split):
     report = explained(CONFIG, split, dataclasses.replace(BY_ROW, compute="bfloat16"), "h100:1x8")
-    assert_as_promised(report)
+    assert_as_expected(report)
     found = scales_sent(report)
     of_sequence = found.pop(("all-gather", ("tensor",)), None)  # XLA gathers rows in 8 bits or in bfloat16
     assert (of_sequence is not None) <= (split == "sequence")
@@ -339,8 +339,8 @@ def test_input_gradients_are_reduced_once_in_stages_on_gpus(split, precision):
     """In stages, the expected messages of scales are not exact."""
     config = dataclasses.replace(CONFIG, num_layers=4)
     report = explained(config, split, dataclasses.replace(precision, compute="bfloat16"), "h100:1x8")
-    assert not [one for one in report.promise.unexpected if one.operation == "dot_general"]
-    assert not [one for one in report.promise.missing if one.role.startswith("partial sums")]
+    assert not [one for one in report.matching.unexpected if one.operation == "dot_general"]
+    assert not [one for one in report.matching.missing if one.role.startswith("partial sums")]
 
 
 @pytest.mark.pod
@@ -350,9 +350,9 @@ def test_input_gradients_are_reduced_once_on_gpus(sequence):
     report = explained(
         CONFIG, "sequence" if sequence else "tensor", dataclasses.replace(FP8, compute="bfloat16"), "h100:1x8"
     )
-    assert_as_promised(report)
-    sums = [one for one in report.promise.kept if one.role == "partial sums, backward"]
-    assert [(one.kind, one.found_count) for one in sums] == [
+    assert_as_expected(report)
+    sums = [one for one in report.matching.matched if one.role == "partial sums, backward"]
+    assert [(one.kind, one.actual_count) for one in sums] == [
         ("reduce-scatter" if sequence else "all-reduce", 2 * CONFIG.num_layers + 1)
     ]
 

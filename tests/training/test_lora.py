@@ -110,8 +110,8 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
     step = mp.train_step(next_token_loss, **options)
     if layers != 3 or strategy.pipeline is None:  # explain does not support uneven chunks
         report = mp.explain(step, state, BATCH)
-        assert report.is_as_promised, str(report)
-        sent = {path for line in report.promise.kept if line.role == "gradients" for path in line.tensors}
+        assert report.is_as_expected, str(report)
+        sent = {path for line in report.matching.matched if line.role == "gradients" for path in line.tensors}
         assert sent or strategy.quantize is not None
         assert all(map(of_pair, sent))
     assert {d.path for d in state.table.grads} == {d.path for d in state.table.params if of_pair(d.path)}
@@ -154,7 +154,7 @@ def test_expected_collectives_of_pairs_with_fewer_shards(sequence):
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
     batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in BATCH}
     report = mp.explain(mp.train_step(next_token_loss), state, batch)
-    assert report.is_as_promised, str(report)
+    assert report.is_as_expected, str(report)
 
 
 @pytest.mark.pod
@@ -174,9 +174,9 @@ def test_expected_collectives_of_pairs_on_gpus(moe, mesh, strategy):
     batch = {name: jax.ShapeDtypeStruct((64, 512), np.int32) for name in BATCH}
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
     report = mp.explain(step, state, batch, "h100:1x8")
-    assert report.is_as_promised, str(report)
-    assert not report.promise.missing, "the full experts of all layers would be saved for the backward pass"
-    assert all(of_pair(path) for one in report.promise.kept if one.role == "gradients" for path in one.tensors)
+    assert report.is_as_expected, str(report)
+    assert not report.matching.missing, "the full experts of all layers would be saved for the backward pass"
+    assert all(of_pair(path) for one in report.matching.matched if one.role == "gradients" for path in one.tensors)
 
 
 def test_path_rules_and_bfloat16_matrices():

@@ -83,8 +83,8 @@ def test_once_across_groups_equals_one_device(name):
     assert norm == pytest.approx(expected_norm, rel=1e-5)
     # Adam divides gradients by their size, which amplifies differences of single elements.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4), params, expected_params)
-    assert report.is_as_promised
-    assert not report.promise.missing
+    assert report.is_as_expected
+    assert not report.matching.missing
 
 
 def test_once_across_groups_sends_shards_once():
@@ -160,8 +160,8 @@ def test_once_across_groups_on_h100():
             report = mp.explain(step, state, batch, "h100:2x8", pod=pod)
             reports[mode] = report
     for mode in ("each_microbatch", None):
-        assert reports[mode].is_as_promised
-        assert not reports[mode].promise.missing
+        assert reports[mode].is_as_expected
+        assert not reports[mode].matching.missing
     assert bytes_over(reports[None], "data") == pytest.approx(4 * state.num_params / 8, rel=0.02)
     temporaries = {mode: report.memory.temporaries_bytes for mode, report in reports.items()}
     assert temporaries[None] < 1.1 * temporaries["each_microbatch"]

@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_exits_at_once_even_when_stuck_outside_python(runs, tmp_
 
     wait_for("stuck")
     os.kill(pid, signal.SIGINT)
-    wait_for("SIGINT: stopping after this step")  # it is stuck, and keeps its promise to save
+    wait_for("SIGINT: stopping after this step")  # it is stuck, and saves as announced
     os.kill(pid, signal.SIGINT)
     assert runs.exit_of(pid) == 128 + signal.SIGINT
     assert "SIGINT: exiting at once" in (tmp_path / "log").read_text()

@@ -184,14 +184,14 @@ def test_saved_activations_match_plain_scan(option):
 @pytest.mark.parametrize(("name", "remat"), cases(("fsdp", None), grid=itertools.product(STRATEGIES, [None, "full"])))
 def test_prefetch_sends_the_expected_collectives(name, remat):
     report = explained(name, remat=remat)
-    assert not report.promise.unexpected
-    assert not report.promise.missing
+    assert not report.matching.unexpected
+    assert not report.matching.missing
 
 
 @pytest.mark.pod
 def test_gathers_overlap_with_a_layer(pod):
     report = explained("fsdp", "h100:1x8", remat="full")
-    assert not report.promise.unexpected
+    assert not report.matching.unexpected
     spec, _, strategy = strategies("fsdp")
     state = mp.abstract_state(CONFIG.build(), optax.adamw(1e-3), mesh=spec.abstract(), strategy=strategy)
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")

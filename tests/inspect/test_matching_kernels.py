@@ -103,12 +103,12 @@ def test_a_kernel_sends_what_the_formulas_say(read, case, target):
     found = verdict(*read(case, target), target)
     assert_matches(found)
     counts, sent = {}, {}
-    for line in (*found.kept, *found.kernels):
+    for line in (*found.matched, *found.kernels):
         key = "*".join(line.axes), "collective-permute" if line.lowered_as == "collective-permute" else line.kind
-        counts[key] = counts.get(key, 0) + line.found_count
-        sent[key] = sent.get(key, 0.0) + line.found_bytes
+        counts[key] = counts.get(key, 0) + line.actual_count
+        sent[key] = sent.get(key, 0.0) + line.actual_bytes
         if line.lowered_as != "all-reduce":
-            assert line.found_bytes == pytest.approx(line.bytes_sent_per_device, rel=0.01), line
+            assert line.actual_bytes == pytest.approx(line.bytes_sent_per_device, rel=0.01), line
     expected = closed_form(case, target)
     if target == "cpu" and case == "context_fsdp":
         # What XLA:CPU makes of gathers and scatters is test_promise.py's; permutes are the same anywhere.
@@ -156,7 +156,7 @@ def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, mon
     program = compile_here(plant.step.trace(plant.state, plant.batch))
     found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), None, "cpu")
     assert_matches(found)
-    sent = {line.role: (line.found_count, line.found_bytes) for line in found.kept if line.kind == "all-to-all"}
+    sent = {line.role: (line.actual_count, line.actual_bytes) for line in found.matched if line.kind == "all-to-all"}
     one = ring(8) * B * T // 8 * D * F32  # as wide as queries, one head for each of 8 ranks
     assert sent["heads scattered for attention, forward"] == (2 * 4 * L, 2 * 4 * L * one)
     assert sent["heads scattered for attention, backward"] == (4 * L, 4 * L * one)

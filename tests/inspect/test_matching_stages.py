@@ -166,18 +166,18 @@ class Built:
     setup: object
     parts: object
     collectives: tuple
-    promises: tuple
+    expected: tuple
     messages: tuple
 
     @property
     def verdicts(self):
-        return [self.verdict(stage) for stage in range(len(self.promises))]
+        return [self.verdict(stage) for stage in range(len(self.expected))]
 
     def verdict(self, stage):
         sent = by_stage(self.messages, stage)
         sizes, axes = axis_sizes(self.setup.mesh), self.setup.batch_axes
         return match_collectives(
-            self.promises[stage], on_stage(self.collectives, stage), sent, sizes=sizes, batch_axes=axes
+            self.expected[stage], on_stage(self.collectives, stage), sent, sizes=sizes, batch_axes=axes
         )
 
 
@@ -189,7 +189,7 @@ def built_of(case, program, step, state, batch, *, on_cpu=True):
         setup=state.setup,
         parts=parts,
         collectives=census(program.module, state.setup.mesh, cells),
-        promises=expected_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
+        expected=expected_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
         messages=messages(step.trace(state, batch).jaxpr, cells),
     )
 
@@ -217,16 +217,16 @@ NAMES = cases("zb-h1", grid=[name for name in ALL if name not in SPARED])
 def test_each_stage_sends_what_was_promised_and_nothing_else(built, name):
     for stage, verdict in enumerate(built(name).verdicts):
         assert verdict.missing == verdict.unexpected == (), stage
-        for line in verdict.kept:
-            assert line.count[0] <= line.found_count <= line.count[1], line
+        for line in verdict.matched:
+            assert line.count[0] <= line.actual_count <= line.count[1], line
 
 
 @pytest.mark.matrix
 def test_maxima_of_rows_in_8_bits_are_promised_by_stage(built):
     for verdict in built("8 bits by row").verdicts:
-        found = [line for line in verdict.kept if line.role == SCALES]
+        found = [line for line in verdict.matched if line.role == SCALES]
         assert found
-        assert all(line.axes == ("tensor",) and line.found_count for line in found)
+        assert all(line.axes == ("tensor",) and line.actual_count for line in found)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,8 +276,8 @@ def test_parts_change_stages_as_shards():
 
 def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
     lines = {name: {line.role: line for line in built(name).verdict(0).kept} for name in ("zb-h1", "microbatch")}
-    assert lines["zb-h1"]["weights before use"].found_count == 12
-    assert lines["microbatch"]["weights before use"].found_count == 2  # what stands before the layers and behind them
+    assert lines["zb-h1"]["weights before use"].actual_count == 12
+    assert lines["microbatch"]["weights before use"].actual_count == 2  # what stands before the layers and behind them
     count, sent = in_cells(built("microbatch").verdict(0))
     assert count == 2 * 2 * 2  # two leaves, in the F and the B of two microbatches
     assert sent == count * 4 * (L // 2 * D * F // 2) / 2  # ring, split in two by `tensor`
@@ -286,7 +286,7 @@ def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
 def in_cells(verdict):
     """Return (count, bytes) of weights gathered per microbatch."""
     lines = [line for line in verdict.kernels if (line.kind, line.axes) == ("all-gather", ("fsdp",))]
-    return sum(line.found_count for line in lines), sum(line.found_bytes for line in lines)
+    return sum(line.actual_count for line in lines), sum(line.actual_bytes for line in lines)
 
 
 def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
@@ -432,7 +432,7 @@ def test_explain_counts_what_stages_run(reports):
     """Every matmul of the model runs once, on some stage, and scores again backward; weights gathered once are what was
     sent, and what is held."""
     report, case = reports("zb-h1"), CASES["zb-h1"]
-    assert report.is_as_promised
+    assert report.is_as_expected
     again = case.microbatches * T * 2 * T * D * L  # a device has so many rows
     flops = report.compute.model_flops_per_device
     assert report.compute.flops_per_device == pytest.approx(flops + again, abs=1e-3)
@@ -450,8 +450,8 @@ def test_explain_counts_what_stages_run(reports):
     assert often.sent_bytes == 2 * case.microbatches * once.sent_bytes
     assert often.held_bytes == held // 2 + held
     ends = 4 * ((layers[False] - D) // 2 + D) / 2
-    (line,) = (line for line in report.promise.kept if line.role == "weights before use")
-    assert line.found_bytes == once.sent_bytes + ends
+    (line,) = (line for line in report.matching.matched if line.role == "weights before use")
+    assert line.actual_bytes == once.sent_bytes + ends
 
 
 def leaves_of(case):
@@ -485,7 +485,7 @@ def across_nodes(program_of, request):
 @pytest.mark.pod
 def test_across_nodes_stages_talk_from_one_to_the_next(across_nodes):
     one, report = across_nodes
-    assert report.promise.missing == report.promise.unexpected == ()
+    assert report.matching.missing == report.matching.unexpected == ()
     for sent in report.collectives:
         found = sent.collective
         if "stage" in found.axes and found.kind != "collective-permute":  # numbers: loss, norm

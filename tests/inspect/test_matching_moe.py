@@ -103,7 +103,7 @@ class Case:
     def on_cpu(self):
         return self.target == "cpu"
 
-    def promises(self):
+    def expected(self):
         state, step = self.state_and_step
         return expected_collectives(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
 
@@ -212,9 +212,9 @@ def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(foun
     coded = [*(payload.dispatch, payload.combine) * case.forwards, payload.grad, payload.grad]
     lines = [line for line in verdict.kernels if line.kind == kind and "counts" not in line.role]
     assert {axis for line in lines for axis in line.axes} == set(case.experts)
-    assert sum(line.found_count for line in lines) == len(coded) * runs * times
+    assert sum(line.actual_count for line in lines) == len(coded) * runs * times
     expected = runs * sum(payload_bytes(case, None if one is None else "u8") for one in coded)
-    assert sum(line.found_bytes for line in lines) == expected
+    assert sum(line.actual_bytes for line in lines) == expected
     collectives = found(name)[0]
     counts = [one for one in collectives if "all-to-all" in one.kind and one.dtype == "s32"]
     if "capacity_factor" in case.routing or "choice" in case.routing:
@@ -275,7 +275,7 @@ def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_al
     verdict = verdict_of(found, name)
     others = tuple(axis for axis in case.sizes if axis != "expert")
     of = {}
-    for line in verdict.kept:
+    for line in verdict.matched:
         if line.role == "gradients":
             for tensor in line.tensors:
                 of.setdefault(tensor, []).append(line)
@@ -325,12 +325,12 @@ def test_whole_weights_on_every_device_send_no_tokens(request):
     assert not [one for one in messages(jaxpr) if one.kind == "all-to-all"]
     verdict = case.held(collectives, jaxpr)
     assert verdict.missing == verdict.unexpected == ()
-    gathered = {axis for line in verdict.kept if "layers/mlp/gate" in line.tensors for axis in line.axes}
+    gathered = {axis for line in verdict.matched if "layers/mlp/gate" in line.tensors for axis in line.axes}
     assert gathered == {"fsdp", "expert"}
 
 
 def test_experts_are_gathered_forward_and_again_backward(found):
-    """Each rank its own, from the shards of `fsdp`; gradients summed whole instead are not what was promised."""
+    """Each rank its own, from the shards of `fsdp`; gradients summed whole instead are not what was expected."""
     collectives, jaxpr = found("dropless")
     whole = E // CASES["dropless"].ranks * D * F
     over_fsdp = [one for one in collectives if one.axes == ("fsdp",)]
@@ -357,7 +357,7 @@ def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
     of = {one.path: one for one in with_layers(case.state_and_step[0].setup.table.params)}
     assert of["dense_layers/mlp/up/kernel"].leaf.names == ("layers", "embed", "mlp")
     assert of["dense_layers/mlp_norm/scale"].leaf.names[0] == "layers"
-    (up,) = [one for one in case.promises() if one.role == "gradients" and "dense_layers/mlp/up/kernel" in one.tensors]
+    (up,) = [one for one in case.expected() if one.role == "gradients" and "dense_layers/mlp/up/kernel" in one.tensors]
     assert up.stack == 3
     assert up.count == (3 * len(up.tensors), 3 * len(up.tensors))
     table = of["embed/embedding"]
