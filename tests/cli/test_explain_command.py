@@ -101,7 +101,7 @@ def test_json_has_the_documented_fields(explain, recipe):
     for one in found["collectives"]:
         assert {*fields.split(), "crosses_node", "hidden_fraction"} <= set(one)
         assert one["origin"] in ("partitioner", "kernel")
-    assert {"kept", "missing", "unexpected"} <= set(found["matching"])
+    assert {"matched", "missing", "unexpected"} <= set(found["matching"])
     assert {"hidden_fraction", "per_axis"} <= set(found["overlap"])
     asked = "flops_per_device model_flops_per_device predicted_step_s bound"
     assert set(asked.split()) <= set(found["compute"])

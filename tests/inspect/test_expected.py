@@ -351,7 +351,7 @@ def test_a_model_of_plain_functions_is_held_to_its_promise():
 def test_json_has_plain_data(read):
     found = verdict(*read("hsdp", "cpu"), "cpu").to_json()
     assert json.loads(json.dumps(found)) == found
-    assert found.keys() >= {"kept", "missing", "unexpected", "kernels"}
+    assert found.keys() >= {"matched", "missing", "unexpected", "kernels"}
 
 
 def explained(model, loss, batch, axes, strategy, tx=None):

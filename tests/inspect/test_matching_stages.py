@@ -275,7 +275,7 @@ def test_parts_change_stages_as_shards():
 
 
 def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
-    lines = {name: {line.role: line for line in built(name).verdict(0).kept} for name in ("zb-h1", "microbatch")}
+    lines = {name: {line.role: line for line in built(name).verdict(0).matched} for name in ("zb-h1", "microbatch")}
     assert lines["zb-h1"]["weights before use"].actual_count == 12
     assert lines["microbatch"]["weights before use"].actual_count == 2  # what stands before the layers and behind them
     count, sent = in_cells(built("microbatch").verdict(0))

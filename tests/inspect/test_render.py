@@ -52,7 +52,7 @@ def nasty(reports):
     ]
     matching = dataclasses.replace(
         base.matching,
-        kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in base.matching.matched),
+        matched=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in base.matching.matched),
         unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in base.matching.unexpected),
     )
     largest = Contributor(module=NASTY, nbytes=5, what=NASTY, shape=NASTY, source=NASTY, count=2)
