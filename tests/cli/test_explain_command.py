@@ -132,6 +132,7 @@ def test_permissions_are_checked_before_compilation(explain, recipe, tmp_path, m
     assert "you do not have permission" in err
 
 
+@pytest.mark.matrix
 def test_text_and_html_compare_two_strategies(explain, recipe, tmp_path):
     page = tmp_path / "report.html"
     args = (recipe, "--mesh", "fsdp=4", "--set", "batch_size=8", "--against", "zero1()", "--html", page)

@@ -204,6 +204,7 @@ def test_a_new_run_is_its_owners_alone(meshpar, tmp_path):
     assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
 
 
+@pytest.mark.matrix
 def test_lost_metrics_exit_with_2_until_they_are_restored(meshpar, tmp_path):
     recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
     args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")

@@ -194,6 +194,7 @@ def test_weights_gathered_in_full_are_unexpected_where_bytes_were_promised(read,
     assert {one.kind for one in found.unexpected if one.axes == ("fsdp",)} == kinds
 
 
+@pytest.mark.matrix
 def test_messages_larger_than_promised_are_unexpected(read):
     """Rows sent whole both ways round, where half each way would do."""
     setup, options, collectives, jaxpr = read("overlapped", "cpu")

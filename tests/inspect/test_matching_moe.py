@@ -304,7 +304,9 @@ def test_slices_of_the_rows_send_a_gradient_once(request):
     assert sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("name", ["tensor", pytest.param("pod, tensor", marks=pytest.mark.pod)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tensor", marks=pytest.mark.matrix), pytest.param("pod, tensor", marks=pytest.mark.pod)]
+)
 def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found, name):
     """Not where there is room for all rows that any routing may send."""
     case = ALL[name]

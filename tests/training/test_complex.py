@@ -109,7 +109,7 @@ def test_every_engine_trains_as_with_pairs_of_real_numbers(name, in_pairs):
     [
         # Adam's second moment of a complex number is one real number, that of a pair two.
         (optax.contrib.split_real_and_imaginary(optax.adam(1e-2)), optax.adam(1e-2)),
-        (optax.lbfgs(), optax.lbfgs()),
+        pytest.param(optax.lbfgs(), optax.lbfgs(), marks=pytest.mark.matrix),
     ],
     ids=["adam", "lbfgs"],
 )

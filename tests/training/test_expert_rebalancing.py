@@ -318,7 +318,8 @@ def output(state, batch):
         return state.bound()(batch["x"])
 
 
-@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_rebalanced_state_continues_training(kind):
     state, step, batch = trained(kind)
     y, aux = output(state, batch)
