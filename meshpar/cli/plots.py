@@ -326,10 +326,13 @@ _TIMELINE_INCHES = 8.6
 def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
 
-    One iteration of the innermost loop with the largest share of the step is drawn, or the program if it has no loop.
+    One iteration of a loop is drawn, or the program if it has no loop: of the loops with communication that contain no
+    other such loop, the one with the largest share of the step.
     """
-    innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
-    segment = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=timeline.segments[0])
+    sending = {loop.name for loop in timeline.loops if any(op.stream == "communication" for op in loop.ops)}
+    loops = [loop for loop in timeline.loops if loop.name in sending and sending.isdisjoint(op.name for op in loop.ops)]
+    longest = lambda loop: loop.duration_s * (loop.trip_count or 1)  # noqa: E731
+    segment = max(loops or timeline.loops, key=longest, default=timeline.segments[0])
     scale, unit = (1e3, "ms") if segment.duration_s >= 1e-3 else (1e6, "µs")
     length = max(segment.duration_s, 1e-12) * scale
     labels = sorted({op.label for op in segment.ops if op.label}, key=lambda label: (label not in AXES, label))

@@ -164,6 +164,10 @@ def test_a_timeline_shows_the_longest_innermost_loop():
     outer = dataclasses.replace(LAYER, name="while.3", duration_s=1.0, ops=(op("while.1", "compute", 0, 1, "loop"),))
     nested = dataclasses.replace(STEP, segments=(STEP.segments[0], quick, outer, LAYER))
     assert "10 ms" in plots.timeline(nested).axes[0].get_title(loc="left")
+    inner = dataclasses.replace(LAYER, name="while.4", duration_s=2.0, ops=(op("softmax", "compute", 0, 2, "kernel"),))
+    layer = dataclasses.replace(LAYER, ops=(*LAYER.ops, op("while.4", "compute", 0, 2, "loop")))
+    silent = dataclasses.replace(STEP, segments=(STEP.segments[0], layer, inner))  # a loop without communication
+    assert "iteration of layers, backward: 10 ms" in plots.timeline(silent).axes[0].get_title(loc="left")
     figure = plots.timeline(dataclasses.replace(STEP, segments=STEP.segments[:1]))  # without loops
     assert figure.axes[0].get_title(loc="left") == "one step: 10 ms on h100:1x8"
 
