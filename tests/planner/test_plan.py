@@ -276,6 +276,7 @@ def errors():
     return peaks, steps, [error for case in COMPILED for error in off_axes(case).values()]
 
 
+@pytest.mark.matrix
 @pytest.mark.pod  # tracing requires cuDNN
 def test_table_of_compiled_cases_is_up_to_date():
     peaks, _, axes = errors()

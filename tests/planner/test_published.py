@@ -203,6 +203,7 @@ def written() -> str:
     return "\n".join([*lines, ""])
 
 
+@pytest.mark.matrix
 @pytest.mark.pod  # tracing requires cuDNN
 def test_published_runs_are_predicted_within_tolerance():
     for family in ("", *(run.family for run in RUNS.values())):
