@@ -141,7 +141,7 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
 
 
 def _saved_steps(run: str, step: int | None = None) -> tuple[Path, list[int]]:
-    """Return the folder of checkpoints and the saved steps, or only `step` if it is set."""
+    """Return the folder of checkpoints and the saved steps. With `step`, the list has only this step."""
     from meshpar.loop.checkpoint import Checkpoints
 
     folder = Path(run, "checkpoints") if Path(run, "checkpoints").is_dir() else Path(run)

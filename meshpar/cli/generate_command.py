@@ -64,8 +64,10 @@ def generate(
     encoded = [encode(text).astype("int32").tolist() for text in prompts]
     for text, ids in zip(prompts, encoded, strict=True):
         if not ids or max(ids) >= config.vocab_size:
-            reason = f"the tokenizer returned the ids {ids[:8]}, and the vocabulary size is {config.vocab_size}"
-            fix = "use a prompt with tokens and the tokenizer of the model: --tokenizer"
+            reason, fix = "the tokenizer returned no tokens", "use a longer prompt"
+            if ids:
+                reason = f"token {max(ids)} is outside of the vocabulary of {config.vocab_size}"
+                fix = "use the tokenizer of the model: --tokenizer"
             raise problem("--prompt", f"continue {text[:60]!r}", reason, fix, code="out-of-range")
     files = [Path(folder, CONFIG), Path(folder, SOURCE_FOLDER, CONFIG)]  # the second one if a run was converted
     hf_config = next((read_json(file) for file in files if file.exists()), {})

@@ -1,8 +1,9 @@
 """Joining a pod: this process's number and the coordinator, from the variables of the launcher.
 
-`jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and Cloud TPU. This module adds launchers that only set
-variables (torchrun, Kubeflow, PMI, indexed jobs without access to the API of the cluster), all GPUs of a node for its
-only process, an error instead of a hang if variables are missing, and a log line before the process blocks.
+`jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and Cloud TPU. This module supports further
+launchers, which only set variables: torchrun, Kubeflow, PMI, and indexed jobs without access to the API of the cluster.
+A process that is alone on its node uses all GPUs. Missing variables are an error instead of a hang. A log line is
+written before the process blocks.
 """
 
 from __future__ import annotations

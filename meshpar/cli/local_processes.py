@@ -40,7 +40,7 @@ _FOLLOW_S = 0.25
 
 
 def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
-    """Run a command as several processes and wait for them. After a failure, the remaining processes are killed.
+    """Run a command as several processes and wait for them. After a failure, all are killed.
 
     The processes share the host devices of `XLA_FLAGS`, or the visible GPUs. Signals are passed on to all processes.
     They end if this process dies.
@@ -48,8 +48,9 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
     Args:
       args: arguments of the command, without the name of the program.
       processes: number of processes.
-      restarts: number of restarts after a process is lost, which means killed or ended by the watchdog. The remaining
-        processes share all devices, so that the mesh stays the same, and resume from the newest checkpoint.
+      restarts: maximum number of restarts. The command is restarted if a process was killed, or ended by the watchdog.
+        It then has fewer processes, which share all devices, so that the mesh stays the same, and resumes from the
+        newest checkpoint.
       shrink: whether the devices of a lost process are lost, too, as on a pod; see `shrunk`.
 
     Returns:

@@ -330,7 +330,7 @@ def train(
     from meshpar.cli.local_processes import PARENT, follow_parent, run
 
     for option, is_conflict, reason, fix in (
-        (f"--restarts {restarts}", restarts and settings["fresh"], "it would discard the run", "remove --fresh"),
+        (f"--restarts {restarts}", restarts and settings["fresh"], "--fresh would discard the run", "remove --fresh"),
         (f"--restarts {restarts}", restarts and processes is None, "--processes is not set", "add --processes N"),
         ("--shrink", shrink and not restarts, "no restart is allowed", "add --restarts K"),
     ):

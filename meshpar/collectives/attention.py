@@ -366,7 +366,10 @@ def _local_tiles(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry
 def _remote_tiles(
     ring: _Ring, s: Any, q: Array, visible: _Visibility, work: Callable[..., Carry], carry: Carry, half: _Half = "all"
 ) -> Carry:
-    """Compute the tiles of the local queries and the keys of the rank s places back. The causal mask crosses none."""
+    """Compute the tiles of the local queries with the keys of the rank `s` places back.
+
+    With causal attention a tile is visible fully or not at all, so no mask is applied within a tile.
+    """
     n, size = len(q), q.shape[-2]
 
     def tile(carry: Carry, index: Array) -> Carry:

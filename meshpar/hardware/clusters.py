@@ -143,7 +143,7 @@ class _Measured:
         )
 
     def compares(self, axes: Sequence[str]) -> bool:
-        """Return whether XLA's collectives and single messages were both measured along these mesh axes."""
+        """Return whether both XLA's collectives and permutes were measured along these mesh axes."""
         both = (self.axes, self.permutes)
         return all("*".join(axes) in by or all(axis in by or ANY in by for axis in axes) for by in both)
 
@@ -311,7 +311,7 @@ Profile: TypeAlias = Cluster | Links
 
 
 def parse_profile(text: str | Profile) -> Profile:
-    """Return the cluster of a text for `parse_cluster`, or the profile of a file."""
+    """Return the cluster that a text such as `h100:8x8` names, or the profile saved in a .json file."""
     if isinstance(text, Cluster | Links):
         return text
     if not isinstance(text, str):

@@ -247,8 +247,8 @@ def quantized_all_gather(
 ) -> HierarchicalCost:
     """Return the cost of an all-gather of `num_elements / N` elements per rank, quantized once.
 
-    With nodes of `inner` ranks, counterparts of different nodes gather first, and then the ranks of a node (Wang et al.
-    2023, "ZeRO++"). None means a single node.
+    With nodes of `inner` ranks there are two steps: ranks with the same number in different nodes gather, then the
+    ranks within each node (Wang et al. 2023, "ZeRO++"). None means a single node.
     """
     nodes, inner = _nodes("quantized all-gather", num_ranks, inner)
     shard = quantized_bytes(-(-num_elements // num_ranks), block=block)
@@ -358,7 +358,9 @@ def moe_all_to_all(row_bytes: float, num_tokens: int, k: int, num_ranks: int, *,
 
 
 def hierarchical_all_to_all(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
-    """Return the cost of a two-level all-to-all: `K-1` messages within nodes, then `N/K-1` between, with full payload.
+    """Return the cost of a two-level all-to-all: `K-1` messages within a node of K ranks, then `N/K-1` between nodes.
+
+    Each level sends the full payload.
 
     Rajbhandari et al. 2022, "DeepSpeed-MoE".
     """

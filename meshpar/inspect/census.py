@@ -306,7 +306,7 @@ def _arrays(kind: str, computation: Computation, ins: Instruction) -> tuple[Arra
 
 
 def _participants(module: Module, kind: str, ins: Instruction, num_devices: int) -> Groups:
-    """Return groups of device numbers, for each of XLA's four ways to number devices."""
+    """Return the groups of devices that communicate, as device numbers. XLA numbers devices in four ways."""
     if kind in _PAIRWISE:
         pairs = ins.source_target_pairs
         if pairs is None:

@@ -48,9 +48,9 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
 def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMesh:
     """Return a mesh of a cluster's compile-only devices, with the shape of another mesh.
 
-    Library kernels inspect the devices that they are lowered for. Without a GPU, jax considers the CUDA plugin unusable
-    unless `JAX_PLATFORMS=cpu` is set before it starts; the mesh is then abstract. It is also abstract if state
-    `offloads`: compile-only devices have a single memory, and shardings on them lose the name of another.
+    Library kernels inspect the devices that they are lowered for. Without a GPU, jax can use the CUDA plugin only if
+    `JAX_PLATFORMS=cpu` is set before it starts; otherwise the mesh is abstract. It is also abstract if state
+    `offloads`, because compile-only devices have a single memory, and shardings on them would lose the memory kind.
     """
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     if offloads:

@@ -206,5 +206,5 @@ def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 
 
 def tensors(*rows: Row) -> Callable[[TransformerConfig], list[WeightMapping]]:
-    """Return the function `Family.tensors` for layers with norms, grouped-query attention and these rows."""
+    """Return a `Family.tensors` for embedding, head, and layers with norms, grouped-query attention and `rows`."""
     return lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *rows)]

@@ -565,7 +565,7 @@ class CheckpointTensors:
         return out
 
     def take_part(self, name: str) -> None:
-        """Take part in gathering a tensor for process 0. Skip collectives that this process has already started."""
+        """Run the collectives by which process 0 gathers a tensor, except those that this process has already run."""
         for _, array, index in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
             _gathered(array, index)
 

@@ -196,8 +196,8 @@ def load_peft(
     lora, path = _lora_of(state, "load_peft"), Path(folder) / CONFIG
     document, saved = _read_config(path)
     if not math.isclose(saved.scale, lora.scale):
-        reason = f"the adapters of the model have alpha / rank {lora.scale:g}"
-        requested, fix = f"use lora_alpha / r {saved.scale:g}", "build the model with lora_of_peft(...)"
+        reason = f"the adapters of the model have alpha / rank = {lora.scale:g}"
+        requested, fix = f"use lora_alpha / r = {saved.scale:g}", "build the model with lora_of_peft(...)"
         raise problem(f"load_peft, {path}", requested, reason, fix, code="conflict")
     leaves = dict(tree_leaves_with_paths(state.setup.abstract.params))
     rows = _rows(config, like, document, path)
@@ -207,8 +207,11 @@ def load_peft(
         for name in sorted(shapes.keys() | files.entries.keys()):
             shape = files.entries[name].shape if name in files.entries else None
             if shape != shapes.get(name):
-                reason = f"the shape is {shapes.get(name, 'none')} in the model and {shape or 'none'} in the file"
-                fix = "build the model with lora_of_peft(...)" + ("" if name in shapes else f". {near(name, shapes)}")
+                reason, fix = f"its shape in the model is {shapes.get(name)}", "build the model with lora_of_peft(...)"
+                if shape is None:
+                    reason = "the file has no such tensor"
+                elif name not in shapes:
+                    reason, fix = "the adapters of the model have no such tensor", near(name, shapes)
                 where = f"{files.path}, `{name[:100]}`"
                 raise problem(where, "read the tensor", reason, fix, code="wrong-shape")
         _check_blocks(files, tensors)

@@ -145,7 +145,9 @@ def _shards_first_dim_fully(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 
 def regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a policy that gathers weights again in the backward pass, and saves second shards.
+    """Return a policy that gathers weights again in the backward pass.
+
+    It saves the result of the first gather, between nodes (`SECOND_SHARD`).
 
     Other results are saved according to `policy`, or all of them if `policy` is None. Quantized weights are recognized
     by the byte arrays that they are computed from.

@@ -222,7 +222,7 @@ def scan_layers(
         with jax.named_scope(at):
             return _on_slices(num_slices, x, in_sequence)
     reason = "pipeline stages run full sequences and keep no caches"
-    case = caches is not None, reason, "decode with a strategy without stages, to which checkpoints can be moved"
+    case = caches is not None, reason, "restore the checkpoint with a strategy without stages, and decode with it"
     check_cases("scan_layers(caches=...)", "decode in stages", "unsupported-feature", case)
     return run.run(body if num_slices == 1 else _OnSlices(body, num_slices), x, inputs)
 
@@ -307,7 +307,7 @@ def check_alike(name: str, x: PyTree, y: PyTree) -> None:
         rules = [f"`{rule.key}`" for rule in context.rules.precision] if context is not None else []
         if rules:
             where = f"{name}, under precision rule {', '.join(rules)}"
-            reason += ": the rule also matches the module that computes the input of the first layer"
+            reason += ", and the rule also matches the module that computes the input of the first layer"
             fix = "let the rule match only modules of the layers, such as r'layers/.*'"
     raise problem(where, requested, reason, fix, code)
 

@@ -224,7 +224,7 @@ class _Program:
         return twin
 
     def _sum_of_twins(self, x: Any, eqn: JaxprEqn) -> Var | None:
-        """Return the partial sums per rank, if all operands have them."""
+        """Add the partial sums per rank of all operands. None if an operand has none, or if their shapes differ."""
         twins = [self.twin(operand) for operand in eqn.invars]
         if any(twin not in self.by_rank for twin in twins) or len({(t.aval.shape, t.aval.dtype) for t in twins}) > 1:
             return None

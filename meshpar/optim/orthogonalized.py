@@ -105,8 +105,9 @@ def muon(
 ) -> optax.GradientTransformation:  # fmt: skip
     """Return `optax.contrib.muon` for sharded arrays, with the same numerical results.
 
-    In `mp.train_step`, owners orthogonalize full matrices (see `exchange`). Outside of a step it computes like optax.
-    `mp.explain` lists the communication among the kernels. Other arguments are as in `optax.contrib.muon`.
+    In `mp.train_step`, full matrices are orthogonalized, either each by the rank that owns it or all by every rank (see
+    `exchange`). `mp.explain` lists this communication under its kernels. Outside of a step it computes like optax.
+    Other arguments are as in `optax.contrib.muon`.
 
     Args:
       muon_weight_dimension_numbers: a pytree like the parameters, with `MuonDimensionNumbers`, or None for arrays that

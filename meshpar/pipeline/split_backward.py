@@ -126,7 +126,7 @@ class SplitVjp:
         return alone(self.forward_steps(params, x))
 
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
-        """Return `forward` as steps for `jaxpr_slicing.together`. The other `_steps` methods do the same."""
+        """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.together`. So do other `_steps`."""
         out, _ = yield from self._forward.first(jax.tree.leaves((params, x)))
         y, residuals = out[: self._y.count], out[self._y.count :]
         return jax.tree.unflatten(self._y.structure, y), tuple(residuals[i] for i in self._residuals.saved)
@@ -160,7 +160,7 @@ class SplitVjp:
         return self._params.tree(out[: self._params.num_smooth])
 
     def at_once(self, shared: Values, saved: Values, dy: PyTree) -> tuple[PyTree, PyTree]:
-        """Run B and W, and return `(dx, dparams)`. A loop over layers runs once, so there are no deferred values."""
+        """Run B and W together, and return `(dx, dparams)`. They share the loop over layers: no values are deferred."""
         return alone(self.at_once_steps(shared, saved, dy))
 
     def at_once_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, PyTree]]:

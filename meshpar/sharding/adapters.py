@@ -117,7 +117,11 @@ def explicit(model: Model) -> Model:
     """
     if not isinstance(model, Model) or model.lora is not None:
         is_model = isinstance(model, Model)
-        reason = "its LoRA adapters have no types" if is_model else f"a {type(model).__name__} is not a Model"
+        reason = (
+            "LoRA adapters do not support explicit sharding types"
+            if is_model
+            else f"a {type(model).__name__} is not a Model"
+        )
         fix = "pass the result of mp.from_nnx, from_linen or from_functions, without adapters"
         raise problem("mp.explicit", "trace the model on Explicit axes", reason, fix, code="unsupported-feature")
     return dataclasses.replace(model, is_explicit=True)

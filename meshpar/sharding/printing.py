@@ -28,7 +28,7 @@ def plain(value: Any) -> Any:
 
 
 def parsed(kind: type[T], data: Mapping[str, Any], where: str, fix: str) -> T:
-    """Return a dataclass from JSON data with exactly the fields in its repr."""
+    """Return a dataclass from JSON data, which must have all fields with `repr=True`, and no others."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.repr}  # type: ignore[arg-type]
     values, hints = {key: tuple(x) if isinstance(x, list) else x for key, x in data.items()}, get_type_hints(kind)
     different = ", ".join(sorted(values.keys() ^ fields.keys()))

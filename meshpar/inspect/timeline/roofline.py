@@ -104,7 +104,7 @@ class Roofline:
                 yield shape.nbytes
 
     def _read_by(self, user: Instruction, value: str, computation: Computation, of: ArrayShape, hops: int) -> int:
-        """Return how many bytes of the array `of` a user reads, directly or through a view."""
+        """Return how many bytes an instruction reads of an array of shape `of`, directly or through a view."""
         positions = [index for index, name in enumerate(user.operands) if name == value]
         inside = runs(user)
         if inside and hops:
