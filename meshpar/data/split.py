@@ -24,7 +24,7 @@ def check_fraction(where: str, fraction: float) -> None:
 
 
 class DocumentSplit:
-    """Splits a stream of documents, with about `valid_fraction` of them in the validation set. Cuts a single document.
+    """Splits a stream of documents: about a fraction `valid_fraction` is for validation. Cuts a single document.
 
         while not split.settled:
             for document, is_held_out in split(documents): ...

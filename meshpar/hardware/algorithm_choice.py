@@ -46,7 +46,7 @@ class Choice(Printed, Plain):
 
     kernel: str
     algorithm: str
-    """Value for the `algorithm` argument of the kernel. `hierarchical` stands for `hierarchical_all_reduce`."""
+    """Value for the `algorithm` argument of the kernel. `hierarchical` means `hierarchical_all_reduce`."""
     time_s: float
     alternatives: Mapping[str, Account]
     """All candidates, ordered by time."""
@@ -130,7 +130,7 @@ def links_here(kernel: str) -> Profile:
     if gpu is not None and jax.devices()[0].device_kind == kind:
         per_node = min(jax.local_device_count(), num_devices)
         return cluster_of(gpu, nodes=-(-num_devices // per_node), gpus_per_node=per_node)
-    # An abstract mesh may stand for any devices, and several processes communicate over a network.
+    # An abstract mesh can represent any devices, and multiple processes communicate over a network.
     if kind == "cpu" and (mesh.empty or mesh.abstract_device is not None) and jax.process_count() == 1:
         return HOST_DEVICES
     reason = f"the links of the `{kind}` devices of this mesh are unknown"

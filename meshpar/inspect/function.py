@@ -1,6 +1,5 @@
 """Reports on compiled functions other than training steps.
 
-
 function, arguments with shardings ─► traced ─► compiled ─► census · lint · timeline ─► FunctionReport
 """
 

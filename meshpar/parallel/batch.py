@@ -82,7 +82,7 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """A scalar or PRNG key of a batch, repeated for every example so that it is sharded like the other leaves."""
+    """A scalar or PRNG key of a batch, repeated for each example so that it is sharded like the other leaves."""
 
     each: Any
 
@@ -90,7 +90,7 @@ class Repeated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """A batch inside a step: two trees with the structure of the user's batch. Each leaf is None in one of them."""
+    """A batch inside a step: two trees with the structure of the user's batch. Each leaf is None in either tree."""
 
     rows: PyTree
     """Leaves that are sharded over devices and micro-steps. Scalars and keys are `Repeated`."""
@@ -122,7 +122,7 @@ class StepBatch:
 
 
 def as_given(batch: PyTree) -> PyTree:
-    """Return the batch of a step, or a part of it, as the user's function expects it."""
+    """Return the batch of a step, or a slice, in the form of the user's function."""
     if not isinstance(batch, StepBatch):
         return batch
 
@@ -156,7 +156,7 @@ def _placed(x: Any, layout: NamedSharding) -> Any:
 
 
 def split_by(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes with more than one device that shard the batch."""
+    """Return the mesh axes larger than 1 that shard the batch."""
     return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
 
 
@@ -171,7 +171,7 @@ def check_batch(
 ) -> int:
     """Check that a batch is numeric and divisible by devices x micro-steps x interleaved slices.
 
-    Leaves with an `inputs` rule "batch" are checked by themselves. All others must have the same first dim.
+    Leaves with an `inputs` rule "batch" are checked separately. All remaining leaves must have the same first dim.
 
     Returns:
       The number of examples.

@@ -2,10 +2,10 @@
 
     step = matmuls + other kernels + exposed messages + bubble + the optimizer's matmuls and messages
 
-Matmuls run at a fraction of the peak. Other kernels move the saved activations several times. Messages are the
-expected collectives and those of kernels; the alpha-beta model of the link of their axes determines their time. A
-fraction of it overlaps with compute, which depends on the purpose of the message (`STEP.hidden`, from the schedules of
-compiled programs). The bubble of a pipeline is that of its simulated table.
+Matmuls run at a fraction of the peak. Other kernels move the saved activations repeatedly. Messages are the
+expected collectives and the messages of kernels. Their time follows from the alpha-beta model of the link. A fraction
+overlaps with compute, which depends on the purpose of the message (`STEP.hidden`, from the schedules of compiled
+programs). The bubble of a pipeline follows from its simulated table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PARTIAL_SUMS = "partial sums, backward"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeEstimate(Plain):
-    """Seconds per step on one device."""
+    """Seconds per step on a device."""
 
     compute_s: float
     """Matmuls."""
@@ -93,7 +93,7 @@ class ScheduleTiming:
     stages: int
     chunks: int
     rounds: int
-    """Collective-permutes that send the weights of a chunk to its stage; as many return the gradients."""
+    """Collective-permutes that send the weights of a chunk to its stage; the same number returns the gradients."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -251,8 +251,8 @@ class Clock:
     def _expert_bytes(self, placed: Placed, layout: Layout) -> float:
         """Return the bytes that MoE layers move per micro-step, in addition to saved activations.
 
-        Weight gradients are computed block by block of tokens (`meshpar.moe.grouped`), and buffers have room for any
-        routing.
+        Weight gradients are computed block by block of tokens (`meshpar.moe.grouped`), and buffers are large enough for
+        any routing.
         """
         work, step = placed.workload, placed.step_spec(layout)
         decisions = experts(placed)
@@ -344,7 +344,7 @@ class _Price(NamedTuple):
     """Bytes that a device sends per byte of the payload."""
 
     def time_s(self, nbytes: float, *, combined: int = 1) -> float:
-        """Return the time of a message that XLA combines with others, `combined` in total."""
+        """Return the time of a message of a group of `combined` messages that XLA combines."""
         return min(latency_s / combined + nbytes * s_per_byte for latency_s, s_per_byte in self.lines)
 
 

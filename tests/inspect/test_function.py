@@ -125,7 +125,9 @@ def test_explain_refuses_other_objects():
             mp.explain(value, shaped(8))
 
 
-@pytest.mark.skipif(bool(missing_aot()), reason=missing_aot())
+@pytest.mark.skipif(
+    bool(missing_aot()), reason=f"targets GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}"
+)
 def test_explain_function_checks_the_number_of_gpus():
     with raises("conflict", "h100:1x4"):
         mp.explain(jnp.sin, shaped(8, spec=P("data"), mesh=ABSTRACT), cluster="h100:1x4")
