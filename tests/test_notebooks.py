@@ -30,7 +30,8 @@ def run(path: Path, env: dict[str, str]) -> nbformat.NotebookNode:
         notebook,
         timeout=300,
         kernel_name="python3",
-        record_timing=False,  # when a cell ran is nobody's business, and a change in every commit
+        record_timing=False,  # times and widgets would change with every run
+        store_widget_state=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
     # A notebook asks for its own devices, as it does on a reader's machine.
@@ -92,6 +93,8 @@ if __name__ == "__main__":
         for cell in executed.cells:  # messages on stderr depend on the machine
             if cell.cell_type == "code":
                 cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+                for output in cell.outputs:
+                    output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
         nbformat.write(executed, notebook_path)
         (IMAGES / f"{notebook_path.stem}.png").write_bytes(cover(executed))
     sys.exit(None if NOTEBOOKS else f"no notebooks in {FOLDER}")
