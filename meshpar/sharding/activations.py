@@ -1,7 +1,7 @@
 """Sharding of module outputs, for models that do not call `constrain`.
 
-Without a constraint the compiler often shards an activation like the parameter it meets: over the batch axes, but not
-along the batch dim. The activation is then gathered and scattered around each matmul.
+Without a constraint, the compiler often copies the sharding of a parameter to an activation. The activation is then
+sharded over the batch axes, but along a different dim than the batch, and is gathered and scattered around each matmul.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
 @dataclasses.dataclass(eq=False)
 class Boundaries:
-    """Settings of a trace for module outputs, and its records. Compared by identity."""
+    """Settings for the module outputs of a trace, and the modules and constraints that the trace has met so far."""
 
     num_examples: int
-    """Size of the traced batch."""
+    """Number of examples in the batch that is traced."""
     shard_batch: bool
-    """Whether outputs that no activation rule names are sharded along their batch dim."""
+    """Whether outputs without an activation rule are sharded along their batch dim."""
     sharded_modules: frozenset[str] = frozenset()
-    """Modules with parameters sharded over other axes than the batch. The compiler shards the other dims of their
-    outputs."""
+    """Paths of modules with parameters sharded over axes other than the batch axes. Only the batch dim of their outputs
+    is constrained."""
     other_batch_sizes: frozenset[int] = frozenset()
-    """First dims of batch leaves that have a batch size of their own."""
+    """Sizes of the first dims of all batch leaves. Leaves with `Rules(inputs={...: "batch"})` have different sizes."""
     dot_general: Any = None
     """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
     policy: Callable[[str], Any] | None = None
@@ -75,7 +75,7 @@ def _changed(**changes: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def module_prefix(path: str) -> contextlib.AbstractContextManager[None]:
-    """Set the path of a part of a Linen model applied separately."""
+    """Set the path of a Linen submodule that is applied separately from its model."""
     return _changed(prefix=lambda prefix: (*prefix, path))
 
 
@@ -144,8 +144,10 @@ def check_array_outputs(path: str, out: PyTree) -> None:
 
 
 def use_dot_general(module: Any) -> None:
-    """Let a plain Flax layer use the `dot_general` of the step, which returns weight gradients in the dtype that the
-    step reduces."""
+    """Replace `dot_general` in a plain Flax layer by the version of the step, if there is one.
+
+    The step's version returns weight gradients in the dtype in which the step reduces them.
+    """
     dot_general = None if (boundaries := current().boundaries) is None else boundaries.dot_general
     # `getattr` could run the module's own `__getattr__`.
     is_plain = inspect.getattr_static(module, "dot_general", False) in (None, jax.lax.dot_general)

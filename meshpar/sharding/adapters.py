@@ -67,11 +67,11 @@ class Model:
     collect: Callable[[Any], PyTree]
     """Return the new `extra` from the bound model, after the forward pass."""
     names: Callable[[], Mapping[str, Names]]
-    """Logical names by parameter path, for parameters with names. Call it after `init`."""
+    """Return the logical names of each parameter that has names, by path. Call it after `init`."""
     random_keys: Callable[[], Mapping[str, str]] = dict
-    """PRNG implementation of each random key in the model (NNX's `Rngs`), by path. `extra` has their raw key data."""
+    """Return the PRNG implementation of each random key in `extra`, by path. `extra` itself has raw key data only."""
     batch_stats: Callable[[PyTree], frozenset[str]] = lambda extra: frozenset()
-    """Paths in `extra` of statistics of the global batch: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
+    """Return the paths in `extra` of batch statistics: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
     is_explicit: bool = False
     """Whether model and loss determine all shardings themselves; see `explicit`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
@@ -95,10 +95,10 @@ class Model:
 def explicit(model: Model) -> Model:
     """Mark a model as written for jax's Explicit axes: types determine the shardings in the model and in the loss.
 
-    Parameters and the batch have the strategy's layout as their type. The model is responsible for the work of the
-    compiler on Auto axes: gathering weights (`jax.sharding.reshard`), and the layout of lookups, reshapes and
-    contractions (`out_sharding=`), which may be `unreduced`. jax raises `ShardingTypeError` for a missing type.
-    `mp.constrain` reshards by the strategy's rules. The mesh may have Auto or Explicit axes.
+    Parameters and the batch have the strategy's layout as their type. The model must do what the compiler does on Auto
+    axes. It gathers weights with `jax.sharding.reshard`. It passes `out_sharding=` to lookups, reshapes and
+    contractions; the sharding may be `unreduced`. If one is missing, jax raises `ShardingTypeError`. `mp.constrain`
+    reshards by the strategy's rules. The mesh may have Auto or Explicit axes.
 
     Source: jax documentation, "Explicit sharding (a.k.a. sharding in types)".
 
@@ -156,7 +156,7 @@ def with_key_types(tree: PyTree, impls: PyTree) -> PyTree:
 
 
 def key_of(data: jax.Array) -> jax.Array:
-    """Return a typed key from raw key data, which the state keeps because all checkpoint formats support it."""
+    """Return a typed key from raw key data. The training state has raw data, which all checkpoint formats support."""
     return jax.random.wrap_key_data(data) if data.dtype == jnp.uint32 else data
 
 
@@ -322,9 +322,9 @@ class _Nnx:
 
 
 def call_through(bound: Any, through: Callable[..., Any]) -> Any:
-    """Change a new bound model to call its methods by `through(call, *args, **kwargs)`.
+    """Wrap the methods of a newly bound model: each call becomes `through(method, *args, **kwargs)`.
 
-    This includes the public methods of an NNX module and of its submodules.
+    In an NNX module, these are the public methods of the module and of all its submodules.
     """
     if isinstance(bound, functools.partial):
         return functools.partial(through, bound)
@@ -339,7 +339,7 @@ def call_through(bound: Any, through: Callable[..., Any]) -> Any:
 
 
 def _wrap_methods(module: Any, through: Callable[..., Any]) -> None:
-    """Call the public methods of a new module by `through(call, *args, **kwargs)`.
+    """Wrap the public methods of a new module: each call becomes `through(method, *args, **kwargs)`.
 
     Flax NNX has no public API to intercept method calls, like `nn.intercept_methods` in Linen: `nnx.capture` records
     outputs, but cannot change them. Python looks up `__call__` in the class, so the class is replaced by a subclass.
@@ -444,7 +444,7 @@ def _padded(names: Any, ndim: int) -> Names:
 # ---- Linen -----------------------------------------------------------------------------------------------------------
 
 OVERWRITTEN = "_overwrite_with_gradient"
-"""Flax's name of the collection whose gradient is its next value: scales and histories of 8-bit matmuls."""
+"""Flax's collection for scales and histories of 8-bit matmuls. The gradient of each variable is its next value."""
 
 
 class LinenInfo(NamedTuple):
@@ -497,9 +497,10 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
 
     Args:
       module: the module.
-      *example_args, **example_kwargs: example arguments of a call, as arrays or `jax.ShapeDtypeStruct`s. Initialization
-        uses arrays, which must be the same on all processes, and zeros for a `ShapeDtypeStruct`. If the module
-        constrains its activations, the mesh must divide the batch of the example.
+      *example_args, **example_kwargs: example arguments of a call, as arrays or `jax.ShapeDtypeStruct`s. The
+        initialization calls the module with them, and with zeros in place of a `ShapeDtypeStruct`. Arrays must be the
+        same on all processes. If the module constrains its activations, the batch of the example must be divisible by
+        the number of its shards.
 
     Returns:
       The model.
@@ -708,10 +709,10 @@ def _logical_axis_rules(context: Ambient) -> Iterator[tuple[str, Any]]:
 
 
 class _UnknownName(str):
-    """The name in the last logical axis rule. Comparing it with an unknown name raises an error.
+    """The name in the last logical axis rule, which raises an error if it is compared with an unknown name.
 
-    Flax compares it with each name in a constraint. It has no public API to change the default `fallback` of
-    `nn.with_logical_constraint`, which replicates dims with unknown names.
+    Flax compares the names in a constraint with the name in each rule. By default it replicates dims with unknown
+    names, and it has no public API to change the default `fallback` of `nn.with_logical_constraint`.
     """
 
     _valid: set[str]
@@ -750,7 +751,7 @@ def _joined(tree: PyTree, changed: PyTree) -> PyTree:
 
 
 def _on_host(x: Any) -> Any:
-    """Convert an example array to NumPy, so that any program can use it."""
+    """Convert an example array to NumPy, so that programs for any mesh can use it as a constant."""
     if not isinstance(x, jax.Array) or is_key(x) or isinstance(x, jax.core.Tracer):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
@@ -853,7 +854,7 @@ def from_functions(
 
 
 class _WithState:
-    """`apply` with parameters, and with state that calls update."""
+    """A function `apply` with bound parameters and state. Each call replaces the state."""
 
     def __init__(self, apply: Callable[..., Any], params: PyTree, extra: PyTree) -> None:
         self.apply, self.params, self.extra = apply, params, extra

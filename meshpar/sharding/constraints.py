@@ -1,9 +1,9 @@
 """Application of layouts: a constraint on Auto axes, a type on Explicit axes. Manual axes are ignored.
 
-A step is traced on Auto axes for any mesh. On Explicit axes, a matmul has no type if examples and weights are sharded
-over the same axis (FSDP). The norm between two such matmuls has no type, either. Flax modules and user losses contain
-both. Arrays have the types of the given mesh outside a step and no types inside `without_types`, so both kinds of mesh
-run the same program. A model that handles types itself (`mp.explicit`) is traced on Explicit axes.
+A step is traced on Auto axes even if the mesh has Explicit axes. On Explicit axes, a matmul is an error if examples and
+weights are sharded over the same axis, as in FSDP, and Flax modules and user losses contain such matmuls. Outside a
+step, arrays have the types of the mesh. `without_types` removes the types inside the step, so Auto and Explicit meshes
+run the same program. Only a model that handles types itself (`mp.explicit`) is traced on Explicit axes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def with_layout(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Arra
 
     Args:
       x: an array of any shape.
-      layout: a bare spec inside a `shard_map`, because the constraint must use the context mesh there.
+      layout: the sharding of x. Inside a `shard_map`, pass a PartitionSpec, because the constraint must use the context
+        mesh there.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = layout.spec if isinstance(layout, NamedSharding) else layout
@@ -56,7 +57,7 @@ def is_typed(mesh: AnyMesh) -> bool:
 
 
 def without_types(f: Callable[..., PyTree], mesh: AnyMesh) -> Callable[..., PyTree]:
-    """Wrap a function to jit, so that arrays on this mesh are traced on Auto axes.
+    """Wrap a function before `jax.jit`, so that its arguments are traced on Auto axes of this mesh.
 
     Results get their types from `out_shardings`. No constraint is added, so the program is the same as on an Auto mesh.
     """

@@ -39,9 +39,9 @@ class TraceContext:
     boundaries: Any = None
     """Settings for module outputs: `meshpar.sharding.activations.Boundaries`."""
     run: Any = None
-    """Runs stacked layers in place of a scan: `meshpar.layers.scan.running`."""
+    """Function that runs the stacked layers in place of `jax.lax.scan`; see `meshpar.layers.scan.running`."""
     updates: Any = None
-    """Shardings of optimizer updates: `meshpar.optim.orthogonalized.Updating`."""
+    """Shardings of the arrays that the optimizer updates: `meshpar.optim.orthogonalized.Updating`."""
 
 
 # A user context is part of jax's trace cache key, so a jitted function is traced again under a different mesh.

@@ -88,7 +88,7 @@ def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: Any
 
 
 def check_divides(where: str, requested: str, size: int, divisor: int, fix: str | None = None) -> None:
-    """Check that a size is divisible; by default the fix is to pad it to the next multiple."""
+    """Check that `divisor` divides `size`. The default fix is to pad `size` to the next multiple."""
     if size % divisor:
         padded = -(-size // divisor) * divisor
         raise MeshparError(
@@ -97,14 +97,14 @@ def check_divides(where: str, requested: str, size: int, divisor: int, fix: str 
 
 
 def check_cases(where: str, requested: str, code: str, *cases: tuple[object, str, str]) -> None:
-    """Raise an error for the first case that applies, given as (whether it applies, reason, fix)."""
+    """Raise an error for the first case that applies. A case is a tuple (whether it applies, reason, fix)."""
     for applies, reason, fix in cases:
         if applies:
             raise MeshparError(where, requested, reason, fix, code)
 
 
 def check_number(where: str, example: str, *, positive: bool = True, **values: Any) -> None:
-    """Check that keyword arguments are finite numbers above 0, or of at least 0 if not `positive`."""
+    """Check that keyword arguments are finite numbers: above 0, or at least 0 with `positive=False`."""
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf or (positive and value == 0):

@@ -132,7 +132,7 @@ def open_no_link(path: Path, flags: int) -> int:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file of a run atomically: write a temporary file and rename it. Links are not followed."""
+    """Replace a file atomically: write a temporary file and rename it. Links are not followed."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, or a link
@@ -147,7 +147,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file name to an `OSError`. Errors of an open file lack it."""
+    """Add the file name to an `OSError`. Errors from reading or writing an open file do not contain it."""
     try:
         yield
     except OSError as error:
@@ -198,7 +198,7 @@ def user_line(error: BaseException) -> str | None:
 
 
 def unexpected(error: BaseException, *, command: str) -> MeshparError:
-    """Convert an error of the system or of a program to a `MeshparError`."""
+    """Convert any other exception, such as an `OSError` or an error in user code, to a `MeshparError`."""
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
         return _file_problem(str(error.filename)[:200], "use it", error, "name a different file, or make it usable")

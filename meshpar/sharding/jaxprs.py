@@ -9,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 
 def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yield each equation with the number of runs by enclosing scans, outer equations before nested ones.
+    """Yield each equation, and how often enclosing scans run it. Outer equations precede nested ones.
 
     Args:
       jaxpr: a `Jaxpr` or a `ClosedJaxpr`.

@@ -23,15 +23,16 @@ def outer_axes() -> tuple[str, ...]:
 def weight_axes(
     weight: jax.Array | jax.ShapeDtypeStruct, *names: str | None, in_region: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the tensor-parallel axes of each dim of a weight: larger than 1, and not used by the batch or sequence.
+    """Return the mesh axes that shard each dim of a weight, except axes of the batch or sequence.
 
     Args:
       weight: an array, or its shape and dtype.
       *names: logical name of each dim.
-      in_region: whether to return axes inside of a manual region, too. By default they are empty there.
+      in_region: whether to return axes if the surrounding code is manual. By default the result is empty there.
 
     Returns:
-      A tuple of axes for each dim. All are empty without names, outside of a step, or without a rule for the batch.
+      For each dim, a tuple of axes larger than 1. All tuples are empty without names, outside of a step, or without a
+      rule for the batch.
     """
     context, outer = ambient(), set(outer_axes())
     if not names or context is None or (outer and not in_region) or "batch" not in context.rules.names:

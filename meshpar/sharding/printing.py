@@ -41,7 +41,7 @@ def parsed(kind: type[T], data: Mapping[str, Any], where: str, fix: str) -> T:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Return whether a value from a file has the type of a field. Numbers are finite and not negative."""
+    """Return whether a value has the type of a field. Numbers must also be finite and not negative."""
     args = get_args(hint)
     if get_origin(hint) is Mapping:
         return isinstance(value, Mapping) and all(_is(item, args[1]) for item in value.values())
@@ -61,7 +61,7 @@ def abbreviated(data: Any) -> str:
 
 
 def flat(nested: Mapping[str, Mapping[str, T]]) -> dict[tuple[str, str], T]:
-    """Return a nested mapping with pairs of keys."""
+    """Flatten a nested mapping: `{a: {b: x}}` becomes `{(a, b): x}`."""
     return {(outer, inner): value for outer, mapping in nested.items() for inner, value in mapping.items()}
 
 

@@ -33,9 +33,10 @@ ACTIVATION_NAMES = (
     "act_expert", "attn_seq", "attn_heads", "attn_kv_heads",
 )  # fmt: skip
 REFINES = {"norm_seq": "seq", "attn_seq": "seq", "attn_heads": "act_heads", "attn_kv_heads": "act_kv_heads"}
-"""Names that refine a second name: their dim is sharded over the axes of the second name, and then over the axes in the
-rule for the first. `norm_seq` is the sequence of the residual stream; sequence parallelism shards it further than `seq`
-inside a layer. The `attn_` names apply between the projections and attention, where a rule may replicate a dim."""
+"""Names that refine another name. A dim named `norm_seq` is sharded over the axes of `seq` first, and then over those
+of `norm_seq`. `norm_seq` is the sequence dim of the residual stream, which sequence parallelism shards further than
+`seq` inside a layer. The `attn_` names are for activations between the projections and attention, where a rule may
+replicate a dim."""
 ACTIVATIONS_OF = {"vocab": "act_vocab", "heads": "act_heads", "kv_heads": "act_kv_heads", "mlp": "act_mlp"}
 """Parameter names, and the activation names that presets shard over the same axis."""
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -112,7 +113,7 @@ class NamesOf:
 
     names: tuple[str | None, ...]
     and_more: bool = False
-    """Whether the remaining dims are sharded as without this rule."""
+    """Whether more dims may follow (`...`). They are sharded as without this rule."""
 
     def __repr__(self) -> str:
         return f"names({', '.join([*map(repr, self.names), *['...'] * self.and_more])})"
@@ -122,8 +123,8 @@ def names(*dims: Any) -> NamesOf:
     """Return a path rule that gives logical names to the dims of a leaf, for models without names.
 
     Args:
-      *dims: a name or None for each dim. A final `...` matches any number of dims. These keep the names in the model;
-        without names, the strategy shards the largest remaining dim, as in unnamed leaves.
+      *dims: a name or None for each dim. A final `...` matches any number of dims, which keep the names of the model.
+        If the model has no names, the strategy shards the largest of these dims.
 
     Raises:
       ValueError: an argument is not a name.
@@ -189,9 +190,9 @@ class Rules:
         `Precision.compute`.
       remat: path pattern of modules to the values that the backward pass does not recompute, as in
         `train_step(remat=...)`. None saves everything. Nested modules with rules are recomputed once for each rule.
-      inputs: path pattern of batch leaves without the common batch dim. "batch": the first dim has a different size,
-        but is sharded and divided into micro-steps like the batch (nodes and edges of a graph). `replicated`: all
-        devices and micro-steps receive the full leaf.
+      inputs: path pattern of batch leaves whose first dim is not the common batch size, to one of two values. "batch":
+        the first dim is sharded and divided into micro-steps like the batch (nodes and edges of a graph).
+        `replicated`: all devices and micro-steps receive the full leaf.
       **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated`, or None for an unsharded dim.
 
     Raises:
@@ -339,7 +340,7 @@ class Rules:
         return f"Rules({', '.join(args)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return names and patterns as JSON data. `from_json` reads them as rules of a user."""
+        """Return the rules as JSON data. `from_json` restores them as rules of a user, without their presets."""
         data = {"by_name": {rule.key: _to_json(rule.value) for rule in self._by_name.values()}}
         for field, (argument, *_) in _PATTERNS.items():
             if (rules := getattr(self, field)) or argument == "paths":
@@ -508,7 +509,8 @@ _PATTERNS: Mapping[str, tuple[str, Callable[[Any], bool], str, str, str]] = {
         "a module maps to the name of a policy or to None", "wrong-type", "{r'.*/mlp': 'full'}",
     ),
 }  # fmt: skip
-"""Fields with patterns as keys: argument, check of a value, description of valid values, error code, example."""
+"""The fields of `Rules` with path patterns. Each has an argument of `Rules`, a check of the values, a description of
+valid values, an error code and an example."""
 
 
 def _checked_value(field: str, pattern: Any, value: Any) -> Any:
@@ -580,13 +582,13 @@ def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, path_rule: _Ru
         shown, used = [*shown, *[label] * bool(largest)], [*used, *largest]
     if rules.everything and num_shards(entries, sizes) == 1:
         shown, on_purpose = shown or [f"{rules.everything}: replicated"], True
-    label = "; ".join(shown) or "named, not split"
+    label = "; ".join(shown) or "no rule shards its names"
     label = label if path_rule is None else f"{path_rule} → {label}"
     return _decision(leaf, label, entries, sizes, on_purpose=on_purpose, used=used)
 
 
 def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
-    """Return the rule for a name. If it refines a second name, the axes of the second name are first."""
+    """Return the rule for a name. If the name refines another (`REFINES`), the axes of the other name come first."""
     rule, coarse = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
     if rule is None and coarse is None and name not in rules.known:
         other = f"write Rules({name}=...) with a mesh axis, or {name}=None to leave the dim unsharded"

@@ -73,7 +73,7 @@ class Leaf:
 
     @property
     def is_router(self) -> bool:
-        """Whether the leaf scores experts."""
+        """Whether the leaf is the weight of an MoE router, which scores the experts."""
         return scores_experts(self.names or ())
 
     @property
@@ -103,7 +103,7 @@ class Leaf:
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes per layer."""
+        """Bytes of a single layer of a stacked array."""
         return self.nbytes // max(self.num_layers, 1)
 
 
@@ -179,13 +179,13 @@ def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
 
 PAIR = ("lora_a", "lora_b")
 """Names of the LoRA parameters next to a `kernel`: down-projection and up-projection."""
-BESIDE = "_pair"
+LORA_SUFFIX = "_pair"
 """Suffix of the module with the LoRA parameters of a stacked expert matrix."""
 
 
 def matrix_of(module: str) -> str:
     """Return the path of the matrix that the LoRA parameters of a module adapt."""
-    return module.removesuffix(BESIDE) if module.endswith(BESIDE) else f"{module}/kernel"
+    return module.removesuffix(LORA_SUFFIX) if module.endswith(LORA_SUFFIX) else f"{module}/kernel"
 
 
 def scores_experts(names: Names) -> bool:
@@ -200,7 +200,7 @@ def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
 
 
 def owner_of(path: str, params: Collection[str]) -> str:
-    """Return the parameter of an optimizer state leaf: the longest suffix of the path among `params`."""
+    """Return the path of the parameter that an optimizer state leaf belongs to: the longest suffix in `params`."""
     keys = path.split("/")
     return next((suffix for i in range(len(keys)) if (suffix := "/".join(keys[i:])) in params), path)
 

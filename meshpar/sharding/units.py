@@ -14,7 +14,7 @@ _LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def si(value: float, unit: str, *, digits: int = 4) -> str:
-    """Write a figure with its unit and the SI prefix that suits it: `24.5 GB`, `3.89 ms`. Bytes have no `m`."""
+    """Format a number with a unit and a suitable SI prefix: `24.5 GB`, `3.89 ms`. Bytes have no prefix below 1."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}"
     prefix, size = prefix_of(value, digits=digits, minimum=1.0 if unit.startswith("B") else 0.0)
@@ -22,7 +22,7 @@ def si(value: float, unit: str, *, digits: int = 4) -> str:
 
 
 def prefix_of(value: float, *, digits: int = 4, minimum: float = 1.0) -> tuple[str, float]:
-    """Return the SI prefix that suits a figure, and its size: `("G", 1e9)`. No prefix is smaller than `minimum`."""
+    """Return a suitable SI prefix for a number, and the size of the prefix, at least `minimum`: `("G", 1e9)`."""
     prefixes = [(prefix, size) for prefix, size in _PREFIXES.items() if size >= minimum]
     rounded = abs(float(f"{value:.{digits}g}"))  # 999.99 with four digits is 1 of the next prefix
     return next(((prefix, size) for prefix, size in prefixes if rounded >= size), prefixes[-1])

@@ -29,7 +29,7 @@ from meshpar.sharding.context import ambient, apart, spec_of, tracing
 from meshpar.sharding.errors import check_cases, check_number
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
-    BESIDE,
+    LORA_SUFFIX,
     PAIR,
     Names,
     PyTree,
@@ -100,7 +100,7 @@ class Lora:
         """Add the products of pairs to the matrices, in at least float32, and return parameters without pairs."""
         if not isinstance(params, Mapping):
             return params
-        pairs = {name.removesuffix(BESIDE): tree for name, tree in params.items() if _is_separate_pair(name, tree)}
+        pairs = {name.removesuffix(LORA_SUFFIX): tree for name, tree in params.items() if _is_separate_pair(name, tree)}
         pairs |= {"kernel": params} if INWARD in params else {}
         return {
             name: self._sum(tree, pairs[name]) if name in pairs else self.merged(tree)
@@ -162,7 +162,7 @@ def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype:
 
 def _is_separate_pair(name: str, tree: Any) -> bool:
     """Return whether a subtree is the pair of an expert matrix, stored next to the matrix."""
-    return name.endswith(BESIDE) and isinstance(tree, Mapping) and INWARD in tree and "kernel" not in tree
+    return name.endswith(LORA_SUFFIX) and isinstance(tree, Mapping) and INWARD in tree and "kernel" not in tree
 
 
 def of_pair(path: str) -> bool:
@@ -214,7 +214,7 @@ class _Layer(NamedTuple):
 
     def pair_path(self, path: str) -> str:
         """Return the path of the pair."""
-        return path + BESIDE if self.of_experts else path
+        return path + LORA_SUFFIX if self.of_experts else path
 
     @property
     def num_stacked(self) -> int:
@@ -348,7 +348,7 @@ class _NnxAdapters:
             owner = part
             if layer.of_experts:
                 owner = nnx.Module()
-                setattr(part, path.rpartition("/")[2] + BESIDE, owner)
+                setattr(part, path.rpartition("/")[2] + LORA_SUFFIX, owner)
             for name, value, names in zip(
                 (INWARD, OUTWARD), layer.pair(self._lora, rngs.params()), layer.pair_names(), strict=True
             ):
@@ -372,11 +372,13 @@ class _NnxAdapters:
         def product(self: Any, inputs: jax.Array, name: str) -> jax.Array:
             y = cls.product(self, inputs, name)
             is_adapted = name == path.rpartition("/")[2]
-            return _added(lora, path, layer, y, inputs, *pair_of(getattr(self, name + BESIDE))) if is_adapted else y
+            return (
+                _added(lora, path, layer, y, inputs, *pair_of(getattr(self, name + LORA_SUFFIX))) if is_adapted else y
+            )
 
         def weight(self: Any, name: str) -> Any:
             matrix, is_adapted = cls.weight(self, name), name == path.rpartition("/")[2]
-            return Adapted(matrix, *pair_of(getattr(self, name + BESIDE)), lora.scale) if is_adapted else matrix
+            return Adapted(matrix, *pair_of(getattr(self, name + LORA_SUFFIX)), lora.scale) if is_adapted else matrix
 
         if (cls, path) not in self._classes:
             methods = {"weight": weight, "product": product} if layer.of_experts else {"__call__": call}
@@ -483,11 +485,11 @@ class _BoundWithPairs(BoundLinen):
         def add(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             y, module = call(*args, **kwargs), context.module
             if context.method_name == "weight" and hasattr(module, "adapted"):
-                pair = module.variables.get("params", {}).get(args[0] + BESIDE)
+                pair = module.variables.get("params", {}).get(args[0] + LORA_SUFFIX)
                 return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
             pair, path = module.variables.get("params", {}), "/".join(module.path)
             if context.method_name == "product" and hasattr(module, "adapted"):
-                pair, path = pair.get(args[1] + BESIDE, {}), _below(path, args[1])
+                pair, path = pair.get(args[1] + LORA_SUFFIX, {}), _below(path, args[1])
             elif context.method_name != "__call__" or _linen_dims(module) is None:
                 return y
             if INWARD not in pair:

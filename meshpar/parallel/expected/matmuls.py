@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent
-from meshpar.sharding.types import BESIDE, PAIR, Decision, axes_of_spec, spec_axes
+from meshpar.sharding.types import LORA_SUFFIX, PAIR, Decision, axes_of_spec, spec_axes
 
 VOCABULARY = "loss over a sharded vocabulary"
 """Role of the collectives of a loss with a sharded vocabulary."""
@@ -111,7 +111,7 @@ def _num_partial_sums(step: StepSpec, columns: Sequence[Decision]) -> int:
     if step.is_pipelined or step.is_by_device:
         return len(columns)
     paths = {weight.decision.path for weight in step.weights}
-    adapters = [module for column in columns for module in (column.path.rpartition("/")[0], column.path + BESIDE)]
+    adapters = [module for column in columns for module in (column.path.rpartition("/")[0], column.path + LORA_SUFFIX)]
     return len(columns) + len(paths & {f"{module}/{PAIR[0]}" for module in adapters})
 
 
