@@ -21,11 +21,18 @@ from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 
 ROLE = "examples compared with each other"
 _Operands: TypeAlias = Counter[tuple[int, str]]
-"""Number of products by elements and dtype of an operand."""
+"""(number of elements, dtype) of an operand -> number of matmuls per step that compare all pairs with it."""
 
 
 def expected(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
-    """Yield the collectives that products of all pairs of examples may cause."""
+    """Yield the collectives that matmuls over all pairs of examples may cause.
+
+    Args:
+      jaxpr: the traced step. Its last arguments are the leaves of the batch.
+      num_batch_leaves: number of these leaves.
+      rows: number of examples of a micro-step, over all devices.
+      step_spec: description of the step.
+    """
     axes = step_spec.ordered(step_spec.batch_axes)
     if not axes or rows < 2:
         return
@@ -48,11 +55,14 @@ def expected(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
 
 
 _WITH_SEVERAL = frozenset({"cond", "custom_linear_solve"})
-"""Primitives with a tuple of jaxprs as a parameter, whose results depend on more than the last of them."""
+"""Primitives with several inner jaxprs, such as branches. A result depends on the batch if any argument does."""
 
 
 def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operands: _Operands) -> list[bool]:
-    """Count the operands of products of pairs, and return a mark for each result that depends on the batch."""
+    """Add the operands of all-pairs matmuls to `operands`. Return for each result whether it depends on the batch.
+
+    `arg_marks` states for each argument whether it depends on the batch, and `times` how often the jaxpr runs per step.
+    """
     marked = {v for v, mark in zip(jaxpr.invars, arg_marks, strict=True) if mark}
 
     def marks(atoms: Sequence[Any]) -> list[bool]:
@@ -78,7 +88,7 @@ def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operan
 
 
 def _carried(scan: Any, body: Any, args: Sequence[bool]) -> list[bool]:
-    """Return the marks of a scan's arguments, with the carry marked if it depends on the batch after some iteration."""
+    """Return which arguments of a scan's body depend on the batch, in the first or in a later iteration."""
     # Stacked inputs and outputs have an extra leading dim outside the loop. jax versions differ in the scan's params.
     num_carry, num_before = (
         sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
@@ -95,7 +105,7 @@ def _carried(scan: Any, body: Any, args: Sequence[bool]) -> list[bool]:
 
 
 def _is_of_pairs(eqn: Any, rows: int) -> bool:
-    """Return whether both operands have a dim of all examples that the product keeps: `[B, d] x [d, B] -> [B, B]`."""
+    """Return whether a matmul pairs all examples: `[B, d] x [d, B] -> [B, B]`, with B = `rows`."""
     contracting, batch = eqn.params["dimension_numbers"]
     for x, summed, shared in zip(eqn.invars, contracting, batch, strict=True):
         free = [size for dim, size in enumerate(x.aval.shape) if dim not in (*summed, *shared)]

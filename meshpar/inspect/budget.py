@@ -1,8 +1,8 @@
 """Budgets: saved communication and memory of a step, compared with later programs.
 
-A step is over its budget when some kind of collective over some axes sends more bytes or runs more often, or when the
-peak of memory is higher. Growth within the tolerance passes, and so does growth below `SLACK_BYTES` or `SLACK_COUNT`,
-so that a new metric does not exceed the budget.
+A step exceeds its budget if the collectives of a kind and axes send more bytes or run more often, or if the peak memory
+is higher. Small growth passes: up to a relative tolerance, or up to `SLACK_BYTES` or `SLACK_COUNT`, so that adding a
+metric does not exceed the budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLACK_COUNT = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference(Plain):
-    """A difference between a report and a budget."""
+    """A difference between the communication or memory of a program and its budget."""
 
     text: str
     is_over: bool
@@ -54,7 +54,7 @@ class Budget(Plain):
 
     @staticmethod
     def of(report: Report, name: str) -> Budget:
-        """Return the budget that a report meets exactly."""
+        """Return a budget with the communication and memory of a report."""
         return Budget(
             name=name,
             target=report.target,

@@ -53,7 +53,7 @@ class Member:
     source: str
     """`file:line`, or empty."""
     is_sliced: bool
-    """True if it is all-reduced and then every device keeps only its slice."""
+    """True if every device keeps only a slice of the all-reduced array."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Collective:
     kind: str
     """One of `KINDS`."""
     axes: tuple[str, ...]
-    """Mesh axes of its groups in the mesh's order; `("unknown",)` if no product of axes fits."""
+    """Mesh axes over which its groups communicate, in mesh order; `("unknown",)` if the groups match no mesh axes."""
     group_size: int
     """Devices in a group; for a permute, the devices that take part."""
     arrays: tuple[ArrayShape, ...]
@@ -73,7 +73,7 @@ class Collective:
     payload_bytes: int
     """n of the table above, over all arrays."""
     bytes_sent_per_device: float
-    """Bytes per run."""
+    """Bytes that a device sends each time the collective runs."""
     count_per_step: int
     """Product of the trip counts of the loops around it; a loop of unknown length counts once."""
     count_by_stage: tuple[int, ...]
@@ -84,7 +84,7 @@ class Collective:
     loops: tuple[Loop, ...]
     """Loops around it, outermost first."""
     in_branch: bool
-    """True if a conditional decides whether it runs, and its count is unknown."""
+    """True if it runs only in a branch of a conditional, and the pipeline schedule does not determine the branch."""
     op_name: str
     module: str
     """Named scopes: `decoder/mlp`."""
@@ -94,11 +94,11 @@ class Collective:
     origin: str
     """`partitioner`, or `kernel` for a collective of a `shard_map`."""
     is_async: bool
-    """True if other work may run between its start and its done."""
+    """True if it has separate start and done instructions, so that other work can run in between."""
     is_promoted: bool
     """True if the backend promoted the reduction's type (XLA:CPU sums bfloat16 as float32)."""
     parts: tuple[Member, ...]
-    """All arrays, including those that XLA concatenated into a flat array."""
+    """The original arrays, before XLA combined them into one collective or concatenated them into one array."""
     name: str
     computation: str
     groups: Groups = dataclasses.field(repr=False)
@@ -110,7 +110,7 @@ class Collective:
 
     @property
     def sliced(self) -> tuple[bool, ...]:
-        """`is_sliced` of each of its parts."""
+        """For each part, whether every device keeps only a slice of it."""
         return tuple(part.is_sliced for part in self.parts)
 
     @property
@@ -129,13 +129,13 @@ class Collective:
 
     @property
     def bytes_sent_per_step(self) -> float:
-        """Bytes that a device sends for it in one run of the program."""
+        """Bytes that a device sends for all runs of this collective in a step."""
         return self.bytes_sent_per_device * self.count_per_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Total:
-    """Totals for a kind and axes; for a pipeline, on the stage with the largest total."""
+    """Total over all collectives of the same kind and axes; for a pipeline, on the stage with the largest total."""
 
     count_per_step: int
     bytes_sent_per_device: float
@@ -146,14 +146,17 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
     """Return the collectives of a program in program order, callers before callees.
 
     A device's number in the program is its position in the mesh. Groups of a single device send nothing and are left
-    out, as are transfers to and from the host. `cells` counts the branches that each pipeline stage runs.
+    out, as are transfers to and from the host. For a pipelined program, `cells` states how often each stage runs a
+    branch.
     """
     axes = axis_sizes(mesh)
     devices = module.num_partitions * module.replica_count
     if devices > 1 and devices != math.prod(axes.values()):
         requested = f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices"
         fix = "pass the mesh it was compiled for"
-        raise problem(f"program `{module.name}`", requested, f"it was compiled for {devices}", fix, code="conflict")
+        raise problem(
+            f"program `{module.name}`", requested, f"it was compiled for {devices} devices", fix, code="conflict"
+        )
     return tuple(
         collective
         for visit in executed(module)
@@ -163,7 +166,7 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
 
 
 def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
-    """Return counts and bytes per step: `{"fsdp": {"all-gather": Total(...)}}`. A product of axes has its own label."""
+    """Return axes -> kind -> counts and bytes per step. The key of combined axes is `data*fsdp`."""
     sums_by_axes: dict[str, dict[str, np.ndarray]] = {}
     for one in collectives:
         kinds = sums_by_axes.setdefault(one.axes_label, {})
@@ -207,7 +210,7 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
 
 
 def axes_of(groups: Groups, axes: Mapping[str, int], *, pairwise: bool = False) -> tuple[str, ...]:
-    """Return the mesh axes of replica groups: `()` for groups of size 1, `("unknown",)` if no product of axes fits.
+    """Return the mesh axes of replica groups: `()` for groups of size 1, `("unknown",)` if they match no mesh axes.
 
     The order inside a group does not matter. With `pairwise`, the groups are (source, target) pairs, and the result
     contains all axes along which a pair differs.
@@ -292,7 +295,10 @@ def _sizes(kind: str, arrays: Sequence[ArrayShape], group_size: int) -> dict[str
 
 
 def _arrays(kind: str, computation: Computation, ins: Instruction) -> tuple[ArrayShape, ...]:
-    """Return the local operands. The results of a start may or may not repeat the operands, so they are not used."""
+    """Return the local arrays that a collective sends.
+
+    They are read from the operands, because the result of a start instruction may or may not repeat the operands.
+    """
     if kind == "recv":
         return tuple(ins.shape.leaves())[:1]
     operands = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
@@ -325,7 +331,7 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
 
 
 def _first_named(computation: Computation, instructions: Sequence[Instruction]) -> Instruction | None:
-    """Return the nearest instruction with an op name, from these instructions upstream."""
+    """Return the first instruction with an op name, from these instructions back through their operands."""
     for _ in range(MAX_HOPS):
         named = next((ins for ins in instructions if ins.metadata.op_name), None)
         if named is not None or not instructions:
@@ -366,9 +372,10 @@ def _parts(
 def _reader(
     computation: Computation, start: Instruction, index: int, num_arrays: int, op_name: str
 ) -> Instruction | None:
-    """Return the instruction that reads array `index` of a collective, if its op name has a deeper scope.
+    """Return the instruction that reads array `index` of a collective, if it has a deeper module path than `op_name`.
 
-    A collective loses its name when XLA combines it with others, or moves it to the slice of the weights in a loop.
+    The reader shows the origin of collectives that lost their own op name. This happens when XLA combines collectives,
+    or moves a collective to the slice of stacked weights in a loop.
     """
     above, backward = scopes.module_path(op_name), scopes.is_backward(op_name)
     if start.name not in computation.users:
@@ -389,7 +396,7 @@ def _reader(
 
 
 def _concatenated(module: Module, computation: Computation, ins: Instruction) -> list[tuple[ArrayShape, str]]:
-    """Return (array, operand) for each array that was concatenated into the all-reduce; empty if there were none."""
+    """Return (array, name of its instruction) for arrays that XLA concatenated for an all-reduce; otherwise empty."""
     fusion = skip_views(computation, computation[ins.operands[0]])
     if fusion.opcode == "concatenate":
         return [(shape, name) for name in fusion.operands if isinstance(shape := computation[name].shape, ArrayShape)]
@@ -408,7 +415,7 @@ def _concatenated(module: Module, computation: Computation, ins: Instruction) ->
 
 
 def _origin(op_name: str, name: str = "") -> str:
-    """Return the origin by the primitive in the op name."""
+    """Return `kernel` if the op name ends with a collective primitive of jax, otherwise `partitioner`."""
     return "kernel" if _PRIMITIVE.match(scopes.primitive(op_name) or scopes.primitive(name) or name) else "partitioner"
 
 
@@ -461,7 +468,10 @@ def _is_sliced(module: Module, computation: Computation, value: Instruction, gro
 def _uses(
     module: Module, computation: Computation, value: Instruction, hops: int
 ) -> Iterator[tuple[Instruction | None, ArrayShape | None]]:
-    """Yield the final readers of a value as (reader, shape read), through views and fusions; None if it escapes."""
+    """Follow a value through views and fusions, and yield (reader, shape that it slices) for each final reader.
+
+    The reader is None if the value is returned. The shape is None if the reader does not have it as first operand.
+    """
     if value is computation.root or hops == 0:
         yield None, None
         return

@@ -23,7 +23,7 @@ _REMATERIALIZATION = re.compile(
     re.IGNORECASE,
 )
 _WAIT_FOR_PROCESS = "read -r ended || cat <&2"
-"""Shell script that reads a line when the process continues, and end of file when the process has ended."""
+"""Shell script that prints the captured text if its standard input ends before this process writes a line to it."""
 _OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
 
 
@@ -53,7 +53,7 @@ def catch_stderr() -> Iterator[Caught]:
     """Redirect the process's standard error, including that of C++ code, and capture it.
 
     If the block raises, the captured text is written to standard error, because it may contain the reason. If the
-    process itself ends within the block, as XLA does at an internal error, a shell that waits for its end writes it.
+    process ends within the block, as at an internal error of XLA, a waiting shell process writes the text.
     """
     caught, saved = Caught(), os.dup(2)
     sys.stderr.flush()

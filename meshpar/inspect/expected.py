@@ -10,9 +10,9 @@ Each component of the strategy yields the collectives that XLA inserts for its r
                               embeddings, or a chunk on two stages).
     over axes within a stage
       replicated parameters   with sequence parallelism, gradients (of norm scales, for example) are all-reduced
-                              in each W
-      layers                  as without a pipeline, for the layers of the stage, once per F or B; collectives before
-                              (after) the layers belong to the stage of the first (last) chunk
+                              in each weight-gradient op
+      layers                  as without a pipeline, for the layers of the stage, once per forward or backward op;
+                              collectives before (after) the layers belong to the stage of the first (last) chunk
 
 Messages between stages and weights gathered per microbatch are sent by kernels, and are read from the traced step.
 """
@@ -84,7 +84,7 @@ def expected_collectives(
 def step_spec_of(
     setup: Setup, options: StepOptions, batch: Any, *, uses: Mapping[str, ParamUsage] | None = None, **program: Any
 ) -> StepSpec:
-    """Return the description of a training step; arguments as for `expected_collectives`."""
+    """Return the `StepSpec` from which components derive their collectives. Arguments as for `expected_collectives`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
@@ -114,7 +114,7 @@ def step_spec_of(
 def scopes_above(setup: Setup) -> int | None:
     """Return the number of named scopes outside the model, or None if the model has activation constraints.
 
-    The number is needed to write rules by module path. It is known after a step has been traced.
+    Rules by module path need this number. Whether the model has constraints is known after a step has been traced.
     """
     if not setup.has_free_activations:
         return None
@@ -158,11 +158,11 @@ _SIDES: tuple[_Side, ...] = ("first", "layers", "last")
 class _Staged:
     setup: Setup
     step_spec: StepSpec
-    """The step with microbatches as micro-steps. Weights are gathered and gradients are reduced once."""
+    """The step as if microbatches were micro-steps, with weights gathered once and gradients reduced once."""
     parts: StagePartition
     traffic: StageTraffic
     weights: tuple[Weight, ...]
-    """Shards of `step_spec.weights` on a stage, without the stage axis."""
+    """`step_spec.weights` with the shapes and specs within a single stage."""
 
     @staticmethod
     def of(setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, on_cpu: bool) -> _Staged:
@@ -174,7 +174,7 @@ class _Staged:
         return _Staged(setup, step_spec, parts, traffic(parts.schedule), weights)
 
     def everywhere(self) -> Iterator[ExpectedCollective]:
-        """Yield weights gathered before the first tick, gradients reduced after the last, and gathered new values."""
+        """Yield the collectives outside the tick loop: gathered weights, reduced gradients, gathered new parameters."""
         step_spec = dataclasses.replace(self.step_spec, weights=self.weights, sequence_axes=(), is_tied=False)
         pipelined = self.setup.strategy.pipeline
         assert pipelined is not None
@@ -186,14 +186,14 @@ class _Staged:
             yield from filter(None, (gathered, outside, params.renewed(step_spec, weight)))
 
     def _over_stages(self, weight: Weight, reduced: ExpectedCollective | None) -> ExpectedCollective | None:
-        """Return the reduction of a gradient, including the stage axis if more than one stage computes it."""
+        """Return the reduction of a gradient, also over the stage axis if several stages compute parts of it."""
         step_spec, path = self.step_spec, weight.decision.path
         stages = self.traffic.first_stages if path in self.parts.first else frozenset()
         stages |= self.traffic.last_stages if path in self.parts.last else frozenset()
         if len(stages) < 2:
             return reduced
         axis = _stage_axis(self.setup)
-        model_axes, _ = split_for_good(self.step_spec, weight)
+        model_axes, _ = kept_and_gathered_axes(self.step_spec, weight)
         return ExpectedCollective(
             role="gradients of embedding and head, over the stages",
             kind="sum",
@@ -208,7 +208,7 @@ class _Staged:
         )
 
     def summed_in_cells(self, stage: int) -> Iterator[ExpectedCollective]:
-        """Yield the all-reduces in each W for gradients of parameters that are replicated over sequence axes."""
+        """Yield the gradient all-reduces in each W, for parameters that are replicated over sequence axes."""
         step_spec, count, parts = self.step_spec, self.traffic, self.parts
         for weight, full in zip(self.weights, step_spec.weights, strict=True):
             decision, is_layer = weight.decision, full.decision.leaf.is_stacked
@@ -217,7 +217,7 @@ class _Staged:
             if not axes:
                 continue
             layers = decision.leaf.shape[0] if is_layer else 1
-            model_axes, _ = split_for_good(self.step_spec, weight)
+            model_axes, _ = kept_and_gathered_axes(self.step_spec, weight)
             path = decision.path
             uses = count.first[stage] * (path in parts.first) + count.last[stage] * (path in parts.last)
             layers_per_chunk = layers * parts.schedule.stages // parts.schedule.num_parts
@@ -234,7 +234,7 @@ class _Staged:
             )
 
     def of_side(self, side: _Side) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives before, inside or after the layers, summed over all microbatches."""
+        """Return the collectives of embedding, layers or head, with counts over all layers and microbatches."""
         layers = frozenset(w.decision.path for w in self.step_spec.weights if w.decision.leaf.is_stacked)
         paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
         weights = tuple(weight for weight in self.step_spec.weights if weight.decision.path in paths)
@@ -242,7 +242,7 @@ class _Staged:
         return (*scales.expected_collectives(step_spec), *self.setup.strategy.activation_collectives(step_spec))
 
     def on_stage(self, side: _Side, collective: ExpectedCollective, stage: int) -> ExpectedCollective:
-        """Scale the counts of a collective, over all layers and microbatches, to those of a stage."""
+        """Return a collective of `of_side` with the counts of a single stage."""
         runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
         parts = self.parts.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)
@@ -256,8 +256,8 @@ class _Staged:
         return dataclasses.replace(collective, count=(math.floor(share * minimum), math.ceil(share * maximum)))
 
 
-def split_for_good(step_spec: StepSpec, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes over which a parameter is always sharded, and the batch axes over which it is gathered."""
+def kept_and_gathered_axes(step_spec: StepSpec, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes over which a parameter stays sharded, and the batch axes over which it is gathered before use."""
     axes = split_axes(step_spec, weight.decision.spec)
     gathered = set(step_spec.batch_axes) - set(owned_axes(step_spec, weight.decision))
     return tuple(axis for axis in axes if axis not in gathered), tuple(axis for axis in axes if axis in gathered)

@@ -23,7 +23,7 @@ from meshpar.inspect.expected import expected_by_stage, expected_collectives, sc
 from meshpar.inspect.function import explain_function
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
-from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, most_of
+from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, merge_stages
 from meshpar.inspect.memory import memory, remedies
 from meshpar.inspect.model_flops import model_flops, traced_alone
 from meshpar.inspect.param_usage import uses
@@ -233,7 +233,7 @@ def check_collectives(
       options: the options of the step.
       batch: the global batch.
       collectives: the program's census.
-      jaxpr: the traced step. None if it has no kernels with communication.
+      jaxpr: the traced step, which shows the collectives of `shard_map` kernels. None: there are none.
       parts: the stage partition of a pipelined step.
       on_cpu: whether XLA:CPU compiled it.
       uses: uses of parameters by path.
@@ -261,7 +261,7 @@ def check_collectives(
         return match_collectives(expected, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(parts.schedule))
     by_stages = enumerate(expected_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
-    return most_of(
+    return merge_stages(
         [
             match_collectives(expected, on_stage(collectives, stage), by_stage(sent, stage), **limits)
             for stage, expected in by_stages
@@ -270,7 +270,7 @@ def check_collectives(
 
 
 def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:
-    """Return the uses of each parameter by path, for models that constrain no activations; otherwise nothing."""
+    """Return path -> uses of the parameter; empty if the model has activation constraints."""
     decisions = state.setup.table.params
     if not state.setup.has_free_activations:
         return {}
@@ -279,7 +279,10 @@ def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamU
 
 
 def _other_dtypes(matching: MatchResult, options: StepOptions) -> Iterator[Finding]:
-    """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
+    """Yield a finding for each expected collective whose dtype differs from the precision of the step.
+
+    With 8-bit matmuls, weights gathered in an 8-bit dtype are expected.
+    """
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
     for entry in matching.matched:
         if dtypes := set(entry.actual_dtypes) - (rounded if entry.kind == "all-gather" else set()):
@@ -298,7 +301,7 @@ def _other_dtypes(matching: MatchResult, options: StepOptions) -> Iterator[Findi
 
 
 def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
-    """Note why the expert matmuls on GPUs do not use a library kernel, which also depends on installed packages."""
+    """Yield a note if expert matmuls on GPUs use no library kernel, for example because a package is not installed."""
     if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
         return
     dtype = options.precision.compute or options.precision.params or "float32"
@@ -311,7 +314,7 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
-    """Note that each micro-step all-reduces its gradient shards across groups."""
+    """Yield a note if each micro-step all-reduces gradient shards across groups, which could happen once per step."""
     if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
         return
     if deferred_axes_of(setup, options):
@@ -338,9 +341,9 @@ def _check_equal_parts(state: TrainState) -> None:
         near = [n for n in (num_layers // num_parts * num_parts, -(-num_layers // num_parts) * num_parts) if n]
         raise problem(
             "explain",
-            f"count the communication of pipeline chunks with {'+'.join(map(str, counts))} layers",
-            "layers that only some chunks have are chosen at run time, so their stages are unknown",
-            f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
+            f"count the collectives of pipeline chunks with {'+'.join(map(str, counts))} layers",
+            "their sizes differ, and the program does not show which stages run the additional layers",
+            f"use {' or '.join(map(str, dict.fromkeys(near)))} layers"
             + " and without stage_layer_offset" * any(pipelined.stage_layer_offset),
             code="unsupported-feature",
         )
@@ -366,7 +369,7 @@ def _check_arguments(step: Any, args: tuple[Any, ...], in_shardings: Any) -> Non
 
 
 def _on_target(state: TrainState, cluster: Cluster | None) -> TrainState:
-    """Return the abstract state, on a mesh of the cluster's compile-only devices if there is a cluster."""
+    """Return the abstract state. With a cluster, its mesh has the compile-only devices of the cluster."""
     setup: Setup = state.setup
     if cluster is None:
         if isinstance(setup.mesh, Mesh):

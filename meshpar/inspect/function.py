@@ -90,7 +90,7 @@ def explain_function(
 
 
 def _with_shardings(args: tuple[PyTree, ...], in_shardings: PyTree) -> tuple[PyTree, ...]:
-    """Return the arguments as shapes with shardings. `in_shardings` is a prefix of the arguments, as in `jax.jit`."""
+    """Return the arguments as `ShapeDtypeStruct`s. `in_shardings` is a prefix of the arguments, as in `jax.jit`."""
 
     def is_sharding(x: Any) -> bool:
         return x is None or isinstance(x, Sharding)
@@ -118,7 +118,7 @@ def _with_shardings(args: tuple[PyTree, ...], in_shardings: PyTree) -> tuple[PyT
 
 
 def _struct(x: Any, sharding: Sharding | None) -> Any:
-    """Return an array as its shape with a sharding, by default its own. Other values are passed to jax."""
+    """Return an array or a scalar as a `ShapeDtypeStruct`. By default it keeps its `NamedSharding`."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         x = np.asarray(x)
     own = getattr(x, "sharding", None)
@@ -139,7 +139,7 @@ def _mesh_of(name: str, structs: PyTree, traced: Any, cluster: Cluster | None) -
     if len(shapes) > 1:
         listed = " and ".join(", ".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
         reason, fix = f"its shardings have the meshes {listed}", "use a single mesh for all arguments"
-        raise problem("explain", f"name the axes of `{name}`", reason, fix, code="conflict")
+        raise problem("explain", f"report the collectives of `{name}` by mesh axis", reason, fix, code="conflict")
     mesh = next(iter(shapes.values()), None)
     num_devices = 1 if mesh is None else mesh.size
     if cluster is not None and cluster.num_devices != num_devices:

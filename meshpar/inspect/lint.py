@@ -93,7 +93,7 @@ def lint(
     merged = [
         dataclasses.replace(
             findings[0],
-            module=scopes.of_layers([finding.module for finding in findings]),
+            module=scopes.merge_layers([finding.module for finding in findings]),
             nbytes=sum(finding.nbytes for finding in findings),
             count=len(findings),
         )
@@ -104,7 +104,7 @@ def lint(
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """The compiled program that the rules inspect."""
+    """A compiled program with its step and cluster, and derived data that several rules use."""
 
     program: Program
     collectives: tuple[Collective, ...]
@@ -131,7 +131,7 @@ class _Context:
 
     @functools.cached_property
     def arrays(self) -> tuple[Collective, ...]:
-        """The arrays of all collectives before XLA combined them, except small ones."""
+        """One entry for each array of a collective, before XLA combined them, without small arrays."""
         arrays = itertools.chain.from_iterable(map(per_array, self.collectives))
         return tuple(array for array in arrays if array.payload_bytes >= SMALL_BYTES)
 
@@ -143,7 +143,7 @@ class _Context:
 
     @functools.cached_property
     def param_dims(self) -> frozenset[tuple[int, ...]]:
-        """Sorted dims of parameters, gradients and optimizer state, also as shards and as single layers."""
+        """Shapes of parameters, gradients and optimizer state, full and sharded, with and without layers, sorted."""
         dims: set[tuple[int, ...]] = set()
         for decision in (*self.setup.table.params, *self.setup.table.grads, *self.setup.table.optimizer):
             shards = [num_shards((entry,), self.sizes) for entry in decision.spec]
@@ -164,7 +164,7 @@ class _Context:
 
     @functools.cached_property
     def computes_in_16_bits(self) -> bool:
-        """Whether the step requests 16-bit compute, or if it requests no dtype, whether most matmul FLOPs are."""
+        """Whether compute is in 16 bits, by the step's precision, or if it has none, by most of the matmul FLOPs."""
         if self.options.precision.compute is not None:
             return np.dtype(self.options.precision.compute).itemsize == 2
         flops_16_bits = total = 0
@@ -213,7 +213,7 @@ def _full_bytes(message: Rematerialization) -> int:
 
 
 def _replicated(context: _Context) -> Iterator[Finding]:
-    """Yield large leaves that a rule of the user replicates. Presets such as `ddp` replicate on purpose."""
+    """Yield large leaves that are replicated, except by presets such as `ddp` that replicate on purpose."""
     setup, table, by_param = context.setup, context.setup.table, dict[str, list[Decision]]()
     min_bytes = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
     paths = {decision.path for decision in table.params}
@@ -240,7 +240,10 @@ def _replicated(context: _Context) -> Iterator[Finding]:
 
 
 def _gathers_batch(context: _Context, array: Collective) -> bool:
-    """Return whether an all-gather gathers the batch dim of an activation: its shape begins like the batch's."""
+    """Return whether an all-gather gathers the batch dim of an activation.
+
+    An array is an activation if its first dims match the batch: examples and positions.
+    """
     dims = array.arrays[0].dims
     if array.kind != "all-gather" or not set(array.axes) & context.batch_axes:
         return False
@@ -285,7 +288,7 @@ def _is_repeated(context: _Context, array: Collective) -> bool:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the indices of the loop state that the body returns unchanged."""
+    """Return the indices of the elements of the loop state that the loop body does not change."""
     if body.root.opcode != "tuple":
         return frozenset()
     unchanged = set()
@@ -310,7 +313,7 @@ def _is_needlessly_float32(context: _Context, array: Collective) -> bool:
     has_param_dims = tuple(sorted(dims)) in context.param_dims
     if array.kind not in ("all-reduce", "reduce-scatter"):
         return not has_param_dims or _is_moved_argument(context, "state.params", array)
-    # Over the axes of the batch, sums are gradients. Over other axes, backward sums with a parameter's dims are.
+    # Sums over batch axes are gradients. Backward sums over other axes are gradients if they have a parameter's dims.
     return not set(array.axes) <= context.batch_axes and not (array.is_backward and has_param_dims)
 
 
@@ -355,7 +358,7 @@ def _is_moved_argument(context: _Context, argument: str, collective: Collective)
 
 
 def _data_sources(context: _Context, computation: Computation, ins: Instruction) -> list[_Place | None]:
-    """Return the instructions whose data an instruction moves, with None for data that it computes."""
+    """Return the instructions from which an instruction moves or copies data; `[None]` if it computes new data."""
     kind = ins.opcode.removesuffix("-start").removesuffix("-done")
     is_called = kind in ("fusion", "call", "async")
     if kind in _MOVES or kind in KINDS or (is_called and ins.opcode.endswith("-done")):
@@ -371,7 +374,7 @@ def _data_sources(context: _Context, computation: Computation, ins: Instruction)
 
 
 def _element(context: _Context, computation: Computation, value: Instruction, index: int) -> _Place | None:
-    """Return the source of a tuple's element; for loop state only if the loop does not change it."""
+    """Return the instruction that produced element `index` of a tuple, or None if unknown or changed by a loop."""
     if value.opcode == "tuple":
         return (computation, computation[value.operands[index]]) if index < len(value.operands) else None
     if value.opcode.removesuffix("-done") in KINDS:  # combined collectives
@@ -393,7 +396,7 @@ def _element(context: _Context, computation: Computation, value: Instruction, in
 
 
 def _passed(computation: Computation, param: Instruction, caller: Computation, call: Instruction) -> _Place | None:
-    """Return the operand of a call for a parameter of the called computation."""
+    """Return the operand that `call` passes for the parameter `param` of `computation`, or None."""
     number = next((n for n, ins in computation.parameters.items() if ins is param), len(call.operands))
     is_call = call.opcode.removesuffix("-start") in ("fusion", "call", "async")
     return (caller, caller[call.operands[number]]) if is_call and number < len(call.operands) else None
@@ -457,15 +460,15 @@ def _fix_of_float32(context: _Context, module: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CollectiveRule:
-    """A rule about single collectives. It has a finding per module and kind of collective."""
+    """A rule that judges each collective separately, and merges findings of the same module and kind."""
 
     rule: str
     matches: Callable[[_Context, Collective], bool]
     what: str
     fix: str | Callable[[_Context, str], str]
-    """The fix, or a function of the module."""
+    """The suggested fix, or a function that returns it for a module path."""
     is_per_array: bool = True
-    """Whether the rule reads the arrays before XLA combined them, except small ones."""
+    """Whether `matches` gets the entries of `_Context.arrays` instead of the program's collectives."""
 
     def __call__(self, context: _Context) -> Iterator[Finding]:
         groups: dict[tuple[str, str], list[Collective]] = {}

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshpar.inspect.census import Collective, bytes_sent, per_array
-from meshpar.inspect.source_scopes import layerless, of_layers, rule_for
+from meshpar.inspect.source_scopes import layerless, merge_layers, rule_for
 from meshpar.inspect.traced_collectives import Message
 from meshpar.parallel.expected.step_spec import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
@@ -32,9 +32,9 @@ from meshpar.sharding.printing import Plain
 SMALL = 64
 """Arrays of up to 64 elements are bookkeeping: losses, metrics, norms."""
 SMALL_SHARE = 0.01
-"""Fraction of a program's bytes that small arrays may send unexpectedly if the model constrains no activations.
+"""Tolerated share of unexpected small arrays in the bytes of a program, if the model constrains no activations.
 
-XLA chooses the sharding of such activations. Arrays of up to `MIN_SHARDED_BYTES` count as small."""
+XLA then chooses the sharding of the activations. Arrays of up to `MIN_SHARDED_BYTES` count as small."""
 _RING = "collective-permute"
 _MISSING_COST, _UNASSIGNED_COST = 1000.0, 10.0
 """Costs of a missing and of an unassigned array. The cost of a mismatch in dtype, axes or stacking is below 1."""
@@ -52,9 +52,9 @@ class MatchEntry(Plain):
     count: tuple[int, int]
     """Minimum and maximum expected arrays per step, before combining. For kernels, the traced count."""
     bytes_sent_per_device: float
-    """Expected bytes per step. If the expected count is a range, bytes at the compiled count."""
+    """Expected bytes that a device sends per step, at `actual_count` if the expected count is a range."""
     actual_count: int
-    """Arrays per step in the compiled program."""
+    """Number of arrays that the compiled program sends per step."""
     actual_bytes: float
     """Bytes sent per device and step in the compiled program."""
     dtype: str = ""
@@ -79,7 +79,7 @@ class Unexpected(Plain):
     """Primitive that caused the collective."""
     count_per_step: int
     bytes_sent_per_device: float
-    """Bytes per step."""
+    """Bytes that a device sends per step."""
     fix: str
     """Suggested fix."""
     layers: int = 1
@@ -96,7 +96,7 @@ class MatchResult(Plain):
     """Expected, but not in the compiled program."""
     unexpected: tuple[Unexpected, ...]
     kernels: tuple[MatchEntry, ...] = ()
-    """Messages of `shard_map` kernels of meshpar or the user, at most as many as were traced."""
+    """Collectives of `shard_map` kernels that are also in the traced step."""
     small: tuple[MatchEntry, ...] = ()
     """Losses, metrics and norms."""
     unjudged: tuple[MatchEntry, ...] = ()
@@ -107,17 +107,17 @@ class MatchResult(Plain):
 
 @dataclasses.dataclass
 class _Pool:
-    """Compiled arrays that expected collectives can be matched with."""
+    """Arrays of the compiled collectives, which are assigned to expected collectives."""
 
     arrays: list[list[Any]]
     """[single-array collective, unassigned runs per step]."""
     sizes: dict[str, int]
     micro_steps: int
     stacks: frozenset[int] = frozenset()
-    """Numbers of layers of stacked parameters."""
+    """Leading dims (numbers of layers) of the stacked parameters."""
 
     def interchangeable(self) -> list[list[int]]:
-        """Return groups of indices of arrays that match the same expected collectives."""
+        """Group the indices of arrays that are equal for the assignment: same kind, axes, size, dtype and loops."""
         groups: dict[Any, list[int]] = {}
         for index, (array, runs) in enumerate(self.arrays):
             trips = tuple(loop.trip_count for loop in array.loops)
@@ -127,7 +127,10 @@ class _Pool:
         return list(groups.values())
 
     def fit(self, expected: ExpectedCollective, array: Collective) -> tuple[Fraction, float]:
-        """Return how many expected arrays one run of a collective sends, and a cost if dtype or axes differ."""
+        """Return how many of the expected arrays one run of `array` sends, and the cost of this assignment.
+
+        The number is 0 if they do not match. The cost is higher if the dtype or the axes differ.
+        """
         if (expected.forward_only and array.is_backward) or (expected.outside_loops and array.loops):
             return Fraction(0), 0.0
         is_integer = array.dtype.startswith(("s", "u", "pred"))  # counts or quantized values
@@ -143,7 +146,7 @@ class _Pool:
         return num_arrays, cost
 
     def num_provided(self, expected: ExpectedCollective, array: Collective, stack: int) -> Fraction:
-        """Return the number of expected arrays that one run provides, by kind, axes and size; 0 if they differ."""
+        """Return how many of the expected arrays one run of `array` sends, by kind, axes and size; 0 if they differ."""
         kind, axes, elements = array.logical_kind, set(array.axes), _elements(array)
         if kind == _RING and len(expected.axes) == 1 and array.origin == "kernel" and expected.kind != "exchange":
             ranks = self.sizes[expected.axes[0]]
@@ -182,7 +185,7 @@ class _Match:
 
     expected: ExpectedCollective
     assigned: list[tuple[Collective, int, Fraction]] = dataclasses.field(default_factory=list)
-    """(collective, runs, number of expected arrays)."""
+    """(collective, number of assigned runs, number of expected arrays that these runs send)."""
 
     def num_assigned(self, axis: str) -> Fraction:
         return sum((num_arrays for array, _, num_arrays in self.assigned if axis in array.axes), Fraction(0))
@@ -194,8 +197,8 @@ class _Match:
 def _assign(expectations: Sequence[ExpectedCollective], pool: _Pool) -> list[_Match]:
     """Assign the arrays of the pool to expected collectives by solving an integer program.
 
-    A group of arrays and an expected collective that fit have a variable: the number of assigned runs. An expected
-    collective and each of its axes have another: the number of missing arrays.
+    The variables are the number of runs that each group of arrays assigns to each matching expected collective, and
+    the number of missing arrays of each expected collective along each of its axes.
     """
     matches, groups = [_Match(expected) for expected in expectations], pool.interchangeable()
     pairs = [
@@ -263,16 +266,16 @@ def match_collectives(
       collectives: the program's census.
       messages: from `traced_collectives.messages`.
       sizes: the size of every mesh axis.
-      micro_steps: the `accumulate` of the step, to distinguish the loop over micro-steps from the one over layers.
-      longest: the longest dim of a parameter. Longer sums over the batch are not bookkeeping.
+      micro_steps: the `accumulate` of the step. It distinguishes the loop over micro-steps from the loop over layers.
+      longest: the longest dim of all parameters. Longer vectors that are summed over the batch are not bookkeeping.
       batch_axes: axes over which gradients are summed.
-      unannotated_axes: axes without expected collectives for activations.
+      unannotated_axes: axes over which the layout of activations is unknown; see `MatchResult.unannotated_axes`.
       small_share: fraction of all bytes that small arrays may send unexpectedly.
       scopes_above: scopes outside the model in module paths, for suggested path rules; see `expected.scopes_above`.
         None if the model's activations are annotated.
     """
     arrays, traced = [array for collective in collectives for array in per_array(collective)], _Traced(messages, sizes)
-    # Smallest first: arrays that XLA sharded further match the fewest messages.
+    # Start with the smallest arrays, because they match the fewest messages.
     from_kernels = sorted(
         (i for i, array in enumerate(arrays) if array.origin == "kernel"), key=lambda i: _elements(arrays[i])
     )
@@ -289,7 +292,7 @@ def match_collectives(
         if _is_bookkeeping(array, longest, summed):
             groups["small"].append((array, runs + untraced))
             continue
-        # A kernel's message that XLA moved has lost its name.
+        # If XLA moved a kernel's message, its op name is lost, so its origin is `partitioner`.
         kernel_runs = runs if i in traced_runs else traced.take(array, runs)
         groups["kernels"].append((array, kernel_runs))
         # Device groups that are not along mesh axes come from resharding, which may involve these axes.
@@ -324,9 +327,9 @@ class _Traced:
             self._remaining[key] += message.count  # type: ignore[assignment]
 
     def take(self, array: Collective, runs: int) -> int:
-        """Return how many runs of a collective match traced messages, and remove these messages.
+        """Return how many of the `runs` of a collective match traced messages, and remove these messages.
 
-        Axes that the kernel leaves to XLA may shard a message further, which divides its size.
+        A compiled message may be a shard of the traced one, because XLA may shard it over axes that are not manual.
         """
         taken, elements = 0, _elements(array)
         max_shards = math.prod(size for axis, size in self._sizes.items() if axis not in array.axes)
@@ -349,7 +352,7 @@ def _elements(array: Collective) -> int:
     return sum(shape.size for shape in array.arrays) * shards
 
 
-def most_of(results: Sequence[MatchResult]) -> MatchResult:
+def merge_stages(results: Sequence[MatchResult]) -> MatchResult:
     """Merge the results of pipeline stages: for each entry, keep the stage that sends the most bytes."""
 
     def merged(field: str) -> tuple[Any, ...]:
@@ -367,10 +370,10 @@ def most_of(results: Sequence[MatchResult]) -> MatchResult:
 
 
 def _is_bookkeeping(array: Collective, longest: int, batch_axes: set[str]) -> bool:
-    """Return whether an array is a scalar or a vector over the batch: a loss, a metric, a norm, batch statistics.
+    """Return whether an array has at most `SMALL` elements, or is a vector that is summed over the batch axes.
 
-    Such a vector is at most as long as the longest dim of a parameter. An optimizer may communicate its vectors by
-    any kind of collective.
+    Examples are losses, metrics, norms and batch statistics. A vector has at most `longest` elements. Vectors of the
+    optimizer may use any kind of collective.
     """
     if _elements(array) <= SMALL:
         return True
@@ -379,7 +382,7 @@ def _is_bookkeeping(array: Collective, longest: int, batch_axes: set[str]) -> bo
 
 
 def _matched(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
-    """Yield the compiled arrays of an expected collective, by kind and axes."""
+    """Yield an entry for each kind and axes of the arrays that were assigned to an expected collective."""
     expected = match.expected
     by_form: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, int, Fraction]]] = {}
     for item in match.assigned:
@@ -415,7 +418,7 @@ def _matched(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
 
 
 def _missing(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
-    """Yield the expected arrays that the program does not send, in their cheapest form."""
+    """Yield an entry for the expected arrays that the program does not send, in their cheapest lowering."""
     expected = match.expected
     for kind, axes, elements in expected.forms(dict(sizes)):
         num_missing = match.num_missing(axes)
@@ -478,7 +481,7 @@ def _unexpected(
                 kind=array.logical_kind,
                 axes=array.axes,
                 tensor=f"{array.arrays[0]}" + (f", the size of {param}" if param else ""),
-                module=of_layers(modules),
+                module=merge_layers(modules),
                 source=array.source,
                 operation=array.op_name.rpartition("/")[2],
                 count_per_step=sum(count for _, count, _ in layers),
@@ -491,7 +494,7 @@ def _unexpected(
 
 
 def _param_of_size(array: Collective, expectations: Sequence[ExpectedCollective], sizes: dict[str, int]) -> str:
-    """Return a parameter with the size of the payload, if an expected collective names one."""
+    """Return the path of a parameter whose expected collective has this size and these axes, or an empty string."""
     for expected in expectations:
         if expected.role in (WEIGHTS, GRADIENTS, RENEWED):
             forms = {(axes, size * n) for _, axes, size in expected.forms(sizes) for n in (1, expected.stack)}

@@ -66,7 +66,7 @@ class Contributor(Plain):
     module: str
     """Module path of parameters, or named scopes of temporaries."""
     nbytes: int
-    """Bytes on one device, of all `count` arrays."""
+    """Bytes of all `count` arrays on one device."""
     what: str
     """`parameters`, `optimizer state` or `temporary`."""
     shape: str
@@ -79,7 +79,7 @@ class Contributor(Plain):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy(Plain):
-    """A change that may make a program fit, with the peak of the changed program."""
+    """A change that may make a program fit in memory, with the peak memory of the changed program."""
 
     change: str
     """The change, such as `zero3()`, `remat=full` or `accumulate=4`; several are joined with ` + `."""
@@ -188,7 +188,7 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
-    """Return the bytes of gradients before the update. If they are reduced once, they are unsharded until then."""
+    """Return the bytes of the gradients before the update. Gradients that are reduced once are counted unsharded."""
     layout = setup.layout
     specs = layout.updates if options.accumulate == 1 else layout.grads
     pipelined = setup.strategy.pipeline
@@ -247,11 +247,11 @@ class _Change:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Changed options of the step."""
     can_wait: int = 0
-    """Changes with the highest number are dropped first if there are too many."""
+    """Priority: if there are too many changes to compile, those with the highest number are dropped first."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The single changes as text."""
+        """Description of each single change, such as `remat=full`."""
         strategy = () if self.strategy is None else (str(self.strategy),)
         return strategy + tuple(f"{key}={value}" for key, value in self.options.items())
 
@@ -351,7 +351,10 @@ def _by_path(setup: Setup) -> Rules | None:
 def _sorted_out(
     changes: Sequence[_Change], setup: Setup, batch: PyTree, limit_bytes: int
 ) -> tuple[list[_Change], list[Remedy]]:
-    """Return the changes to compile, and remedies with reasons for changes that are invalid or cannot fit."""
+    """Separate changes to compile from changes that are invalid or cannot fit.
+
+    The second group is returned as remedies with a reason.
+    """
     valid: list[_Change] = []
     excluded: list[Remedy] = []
     for change in changes:

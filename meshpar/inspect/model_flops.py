@@ -53,7 +53,7 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
 
 
 def attention_flops(jaxpr: core.Jaxpr) -> int:
-    """Return the part of `matmul_flops` in library attention kernels. A backward kernel counts as a forward pass."""
+    """Return the FLOPs of library attention kernels in a jaxpr. A backward kernel counts like its forward pass."""
     return matmul_flops(jaxpr, products={})
 
 
@@ -107,7 +107,7 @@ def _dot_flops(equation: Any) -> int:
 
 
 def _convolution_flops(equation: Any) -> int:
-    """Return the FLOPs: output elements sum over the kernel's window and the input features of their group."""
+    """Return the FLOPs of a convolution: an output element sums over the window and its group's input features."""
     kernel, out = equation.invars[1].aval, equation.outvars[0].aval
     out_features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * out.size * kernel.size // max(out_features, 1)
@@ -124,7 +124,10 @@ def _ragged_dot_flops(equation: Any) -> int:
 
 
 def _attention_flops(equation: Any) -> int:
-    """Return the FLOPs of scores and of their product with the values: `4 B H T S D`, reduced by mask and window."""
+    """Return the FLOPs of an attention kernel: `4 B H T S D`, less for a causal mask or a window.
+
+    B examples, H query heads, T queries, S keys, D elements per head. Scores and weighted values take half each.
+    """
     query, key = (invar.aval.shape for invar in equation.invars[:2])
     is_BTHD = equation.params["layout"] == 0  # cuDNN's numbering: 0 is [B, T, H, D], 1 is [B, H, T, D]
     num_keys = key[1] if is_BTHD else key[2]
@@ -134,7 +137,7 @@ def _attention_flops(equation: Any) -> int:
 
 
 def _grouped_flops(equation: Any) -> int:
-    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`, doubled for gradients."""
+    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`. Its two gradients cost twice as much."""
     _, d, f = equation.invars[1].aval.shape
     return 2 * equation.params["typical_rows"] * d * f * (2 if equation.primitive.name == kernels.GRADIENTS else 1)
 
@@ -147,7 +150,7 @@ _PRODUCTS: Mapping[str, Callable[[Any], int]] = {
     kernels.GRADIENTS: _grouped_flops,
 }
 _RULES = ("custom_vjp_call", "remat_opt")
-"""Primitives of a function with a custom gradient, before and after differentiation."""
+"""Names of the primitives that call a function with a custom gradient: before, and after differentiation."""
 _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})
 
 

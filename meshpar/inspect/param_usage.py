@@ -1,8 +1,8 @@
 """Parameter usage in the traced forward pass: number of uses, in full or in slices.
 
-The usage of a parameter determines the collectives of its sharding. Without logical names, the trace shows it: an
-embedding table that is looked up and multiplied has two gradients, an unused bias has none, and a convolution that
-reads its kernel row by row gathers each row.
+The usage of a parameter determines its collectives. For models without logical names, the usage is read from the
+trace. For example, a tied embedding table has two gradients, an unused bias has none, and if a convolution reads its
+kernel row by row, each row is gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITHOUT_GRADIENT = frozenset({"stop_gradient"})
 
 
 def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[ParamUsage, ...]:
-    """Return how the leading arguments are used."""
+    """Return the usage of each parameter, where the first `num_params` arguments are the parameters."""
     counts: dict[Any, Counter[int]] = {}
     params: list[Any] = jaxpr.invars[:num_params]
     _count(jaxpr, {x: x.aval.size for x in params}, counts, {x: x for x in params}, 1)
@@ -39,7 +39,15 @@ def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[ParamUsage, ...]:
 def _count(
     jaxpr: core.Jaxpr, sizes: dict[Any, int], counts: dict[Any, Counter[int]], of: dict[Any, Any], times: int
 ) -> None:
-    """Add uses of the variables in `sizes` to `counts`. Each variable is a parameter or a slice of a parameter."""
+    """Add the uses of parameters and of their slices in a jaxpr to `counts`.
+
+    Args:
+      jaxpr: the function.
+      sizes: number of elements of each variable that is a parameter or a slice of one.
+      counts: parameter -> number of uses by number of elements.
+      of: the parameter of each variable in `sizes`.
+      times: how often the function runs.
+    """
     of, sizes = dict(of), dict(sizes)
     eqn: Any
     for eqn in jaxpr.eqns:

@@ -2,8 +2,8 @@
 
     traced step ──lowered for CUDA──► StableHLO ──► child: XLA's GPU compiler, compile-only devices ──► Program
 
-The child receives the lowered program with its shardings, donations and source lines. The step therefore need not be
-importable: a step defined in a notebook works, on a mesh of CPU devices or on an abstract mesh.
+The child receives the lowered program with its shardings, donations and source lines, not the Python function. A step
+that is defined in a notebook therefore works. Its mesh may have CPU devices or be abstract.
 
 The child reads requests as pickles of (function, arguments, keywords) from standard input, and writes answers as
 pickles of (value, error, traceback) to standard output.
@@ -107,7 +107,7 @@ class PodProcess:
         return os.fstat(self._log.fileno()).st_size
 
     def _stderr(self, since: int | None = None) -> str:
-        """Return the end of the process's standard error, or all of it since a position."""
+        """Return the end of the process's standard error, or everything after the byte position `since`."""
         size = self._log_size()
         start = max(0, size - 4000) if since is None else since
         # pread does not move the position of the file, at which the process writes.
@@ -115,7 +115,7 @@ class PodProcess:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the compiling process: CUDA's plugin is loaded, and GPUs are hidden."""
+    """Return environment variables for the compiling process: it loads jax's CUDA plugin but sees no GPUs."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "",

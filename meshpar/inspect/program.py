@@ -49,7 +49,7 @@ class Program:
 
     @property
     def rematerializations(self) -> tuple[messages.Rematerialization, ...]:
-        """Tensors that the partitioner fully replicated for lack of a better resharding."""
+        """The compiler's messages about tensors that it had to replicate fully in order to reshard them."""
         return messages.rematerializations(self.warnings)
 
 
@@ -63,7 +63,7 @@ def compile_here(
 
 
 def program_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> Program:
-    """Compile through jax's caches. Without `options`, a later call of the function reuses the program."""
+    """Compile a lowered function. Without `options`, jax reuses the executable when the function is called later."""
     with messages.catch_stderr() as caught:
         start = time.perf_counter()
         compiled = lowered.compile(dict(options) if options else None)

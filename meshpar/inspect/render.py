@@ -32,9 +32,9 @@ MOST_ROWS = 20
 TEXT_COLUMNS = 160
 """Width of a report as plain text."""
 ROOMY_COLUMNS = 130
-"""Minimum width for optional columns."""
+"""Minimum width of the output, in characters, at which optional columns are shown."""
 SHORT_CELL = 22
-"""Cells up to this length are not wrapped."""
+"""Cells of up to this many characters are not wrapped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Cell:
     text: str
     style: Style = ""
     share: float | None = None
-    """Length of the bar that HTML draws, between 0 and 1."""
+    """Relative length, from 0 to 1, of a bar behind the text in HTML; None draws no bar."""
 
     def __rich__(self) -> Any:
         from rich.text import Text
@@ -60,7 +60,7 @@ class Cell:
 
 
 Text: TypeAlias = Cell | str
-"""A cell. A string is a cell without a style."""
+"""A cell, or its text if it has no style."""
 
 
 def _cell(text: Text) -> Cell:
@@ -154,7 +154,7 @@ def _percent(share: float | None) -> str:
     return f"{share:.0%}" if share == 0 or share >= 0.01 else "< 1%"
 
 
-def place(source: str) -> str:
+def short_source(source: str) -> str:
     """Return `file:line` relative to the working directory, or with the last two path components elsewhere.
 
     Lines of notebook cells become `cell:line`.
@@ -170,10 +170,10 @@ def place(source: str) -> str:
 
 
 def _where(item: Collective | Contributor | Finding | Unexpected) -> str:
-    return " · ".join(filter(None, (item.module or "–", place(item.source))))
+    return " · ".join(filter(None, (item.module or "–", short_source(item.source))))
 
 
-def _once(texts: Iterable[str]) -> Iterator[str]:
+def _without_repeats(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts, with repetitions replaced by "as above"."""
     seen: set[str] = set()
     for text in texts:
@@ -189,11 +189,11 @@ def sections(report: AnyReport) -> tuple[Section, ...]:
 
 
 INVALIDATING = ("wide-compute",)
-"""Lint rules that the headline repeats, because its time and utilisation are wrong for the requested precision."""
+"""Lint rules whose findings the headline repeats: the program does not compute in the requested precision."""
 
 
 def headline(report: AnyReport) -> tuple[Cell, ...]:
-    """Return one line about the strategy or function and the target, and one per verdict."""
+    """Return the first lines of a report: strategy or function with its target, then a line per verdict."""
     devices = f"{report.devices:,} device" + "s" * (report.devices != 1)
     name = report.strategy if isinstance(report, Report) else f"`{report.name}`"
     return (
@@ -344,14 +344,14 @@ def _unexpected(collectives: Sequence[Unexpected]) -> Table:
             + f", in {collective.layers} layers" * (collective.layers > 1),
             fix,
         )
-        for collective, fix in zip(collectives, _once(c.fix for c in collectives), strict=True)
+        for collective, fix in zip(collectives, _without_repeats(c.fix for c in collectives), strict=True)
     ]
     columns = ("collective", "sent per step>", "tensor and source line", "suggested fix")
     return Table(title="Unexpected", columns=columns, rows=rows, rest="more, smaller")
 
 
 def _lines(title: str, lines: Sequence[MatchEntry], style: Style = "") -> list[Table]:
-    """Return a table of expected collectives, or nothing without lines."""
+    """Return a table with a row for each entry; no table if there are no entries."""
     rows = [
         (
             Cell(entry.role, style),
@@ -433,7 +433,7 @@ def _totals(report: AnyReport) -> Table:
 
 
 def _groups(report: AnyReport) -> Table:
-    """Return a row for all collectives of a kind from the same source line, the most expensive first."""
+    """Return a table with one row for all equal collectives of a source line, the most expensive first."""
     groups: dict[tuple[Any, ...], list[Sent]] = {}
     for item in report.collectives:
         c = item.collective
@@ -539,7 +539,7 @@ def _lint(report: AnyReport) -> Section | None:
             f"{finding.what} in {_where(finding)}" + f", {finding.count} times" * (finding.count > 1),
             fix,
         )
-        for finding, fix in zip(report.findings, _once(f.fix for f in report.findings), strict=True)
+        for finding, fix in zip(report.findings, _without_repeats(f.fix for f in report.findings), strict=True)
     ]
     verdict = Cell(f"{len(rows)} finding" + "s" * (len(rows) > 1), "warn")
     columns = ("rule", "cost>", "finding", "suggested fix")
@@ -565,7 +565,7 @@ def as_rich(report: AnyReport) -> Any:
 
 
 def rich_of(parts: Iterable[Section], head: Iterable[Cell] = ()) -> Any:
-    """Return cells followed by sections as a renderable of rich."""
+    """Return lines followed by sections as a renderable of rich."""
     from rich.console import Group
 
     lines: list[Any] = list(head)

@@ -135,13 +135,13 @@ class FunctionMemory(Plain):
     """Outputs that do not reuse a donated argument."""
     temporaries_bytes: int
     peak_bytes: int
-    """Sum of the three above."""
+    """Sum of argument, output and temporary bytes."""
     limit_bytes: int | None
     """Full memory of the GPU; None if the GPU is unknown."""
     fits: bool | None
     """Whether the peak is within the limit; None without a limit."""
     host_bytes: int
-    """Temporaries in host memory."""
+    """Temporaries in host memory; not included in the other numbers."""
     note: str
     """A warning for a program that fits but uses most of the memory."""
     largest: tuple[Contributor, ...]

@@ -1,15 +1,15 @@
 """Execution counts per stage of a pipelined program, from the schedule's table.
 
 All stages run the same program, a loop over ticks with conditionals that select the work of the stage in this tick.
-The program does not contain the counts of the branches, so they are derived from its schedule.
+The compiled program does not show how often a branch runs. These counts are derived from the schedule.
 
-    conditional in scope        selected by                               count on stage s
-    cell                        the kind of the tick slot                 ticks with such a slot
-    cell/.../if_first           the slot's chunk is the first             those with the first chunk
-    cell/.../if_last            the slot's chunk is the last              those with the last chunk
-    send_up, send_down          some stage has a message                  ticks with a message, same on all stages
+    conditional in scope        condition                                 count on a stage
+    cell                        the ops in the tick slot of the stage     ticks with these ops
+    cell/.../if_first           the ops are for the first chunk           ticks with ops of the first chunk
+    cell/.../if_last            the ops are for the last chunk            ticks with ops of the last chunk
+    send_up, send_down          any stage sends a message                 ticks with a message, same on all stages
 
-Any other conditional belongs to the model and counts as if it were taken.
+All other conditionals belong to the model and count as if they were always taken.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _LANE = re.compile(rf"({'|'.join(SENDS)})(?:_([0-9]+))?\Z")
 
 
 class ScheduleCounts:
-    """Counts of the branches that a schedule selects."""
+    """How often each pipeline stage runs the branches of a program, according to its schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._plan = Plan.of(schedule)
 
     def counts(self, visit: Visit) -> tuple[int, ...] | None:
-        """Return how often each stage runs a computation per step, or None if its loops determine the count.
+        """Return how often each stage runs a computation per step, or None outside the schedule's conditionals.
 
         A loop of unknown length counts once.
         """
-        if (selected := self.picked(visit)) is None:
+        if (selected := self.executions(visit)) is None:
             return None
         ticks, mask = selected
         trips = (loop.trip_count for index, loop in enumerate(visit.loops) if index != ticks)
@@ -56,7 +56,7 @@ class ScheduleCounts:
         """
         choices: dict[str, np.ndarray] = {}
         for visit in executed(module):
-            selected = self.picked(visit)
+            selected = self.executions(visit)
             branch = visit.branches[-1] if visit.branches else None
             if selected is None or branch is None or self.mask(branch) is None:
                 continue
@@ -67,11 +67,14 @@ class ScheduleCounts:
         return choices or None
 
     def makespan(self, lengths: np.ndarray) -> float:
-        """Return when the last stage leaves the loop. Participants of a permute wait for their message."""
+        """Return when the last stage leaves the tick loop. Stages wait for the messages of other stages.
+
+        `lengths` are the durations of the tick slots, `[tick, stage]`. The result has the same unit.
+        """
         return makespan(self._plan.slots, lengths)
 
-    def picked(self, visit: Visit) -> tuple[int, np.ndarray] | None:
-        """Return the index of the tick loop among a computation's loops, and a mask `[tick, stage]` of executions."""
+    def executions(self, visit: Visit) -> tuple[int, np.ndarray] | None:
+        """Return the index of the tick loop in `visit.loops`, and bool `[tick, stage]`: where the computation runs."""
         selected = None
         for branch in visit.branches:
             mask = self.mask(branch)
@@ -81,7 +84,7 @@ class ScheduleCounts:
         return selected
 
     def mask(self, branch: Branch) -> np.ndarray | None:
-        """Return bool `[tick, stage]`: where the table selects a branch; None for a conditional of the model."""
+        """Return bool `[tick, stage]`: where the schedule selects the branch. None for a conditional of the model."""
         columns = self._plan.columns
         scope, last = ["", "", *scopes.components(branch.op_name)[:-1]][-2:]  # the two innermost scopes
         if last == CELL and branch.of == len(self._plan.cells):

@@ -30,14 +30,14 @@ def layerless(path: str) -> str:
     return re.sub(r"(?<![A-Za-z0-9.])[0-9]+(?=/|$|`)", "*", path)
 
 
-def of_layers(paths: Collection[str]) -> str:
-    """Merge paths with the same `layerless` path, with a star for each number in which they differ."""
+def merge_layers(paths: Collection[str]) -> str:
+    """Merge module paths that differ only in layer numbers into one path, with a star for each of these numbers."""
     parts = zip(*(path.split("/") for path in paths), strict=True)
     return "/".join(names[0] if len(set(names)) == 1 else layerless(names[0]) for names in parts)
 
 
 def rule_for(module: str, scopes_above: int) -> str:
-    """Return the text of an activation rule for a module, whose scope path has `scopes_above` outer scopes.
+    """Return the text of an activation rule for a module, without the first `scopes_above` scopes of its path.
 
     >>> rule_for("gradients/GPT/h/0/mlp", 2)
     'mp.Rules(activations={r"h/0/mlp": ("batch", None, ...)}), a name or None for each dim'

@@ -31,18 +31,18 @@ from meshpar.training.step import TrainStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagePartition:
-    """A model under a schedule."""
+    """Division of a model over the stages of a pipeline schedule."""
 
     schedule: Schedule
-    handed_on: tuple[jax.ShapeDtypeStruct, ...]
-    """Local arrays sent from stage to stage per microbatch."""
+    stage_outputs: tuple[jax.ShapeDtypeStruct, ...]
+    """Shapes, on one device, of the arrays that a stage sends to the next for each microbatch."""
     first: frozenset[str]
     """Paths of the parameters that are used before the layers."""
     last: frozenset[str]
     """Paths of the parameters that are used after the layers; tied parameters are in both."""
     reads: Mapping[str, tuple[bool, bool, bool]]
-    """For each layer parameter, whether F, B and W of a microbatch read its values.
-    Empty if no parameter is sharded over batch axes, because then it is not needed."""
+    """For each layer parameter, whether the forward, input-gradient and weight-gradient ops (F, B, W) read its values.
+    Empty if no parameter is sharded over batch axes."""
 
 
 def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartition:
@@ -89,7 +89,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
             reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, micro, key)
     return StagePartition(
         schedule=schedule,
-        handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
+        stage_outputs=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
         first=needs(*[True] * (outputs - 1), False),
         last=needs(*[False] * (outputs - 1), True),
         reads=reads,
@@ -97,7 +97,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
 
 
 def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array on a device of a stage: its shard, if a sharding constraint returns the array."""
+    """Return the shape of an array on one device. The array is sharded only if it is a sharding constraint's result."""
     producer = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
     dims = list(x.aval.shape)
     if producer is not None and producer.primitive.name == "sharding_constraint":

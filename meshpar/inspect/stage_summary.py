@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.inspect.expected import of_stage, split_for_good, step_spec_of
+from meshpar.inspect.expected import kept_and_gathered_axes, of_stage, step_spec_of
 from meshpar.inspect.stage_partition import StagePartition
 from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.parallel.expected.step_spec import ITEMSIZE
@@ -21,14 +21,14 @@ from meshpar.training.state import Setup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """A mode of `pipeline_parallel(gather=...)`, for layers that are sharded over batch axes."""
+    """Cost of a mode of `pipeline_parallel(gather=...)`, for layers that are sharded over batch axes."""
 
     gather: str
     sent_bytes: float
-    """Weight bytes per step and device on the busiest stage: gathered, and moved to the stages that run them."""
+    """Bytes that a device of the busiest stage sends per step to gather weights and to move them between stages."""
     held_bytes: int
-    """Peak weight bytes per device in the compute dtype.
-    With "step" weights are full for the step; with "microbatch" they are sharded, and full in the current tick slot."""
+    """Peak weight bytes per device in the compute dtype. With "step", all weights of the stage are unsharded for the
+    full step. With "microbatch", only the weights of the current tick slot are unsharded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,13 @@ class Stages(Plain):
     """Number of pipeline chunks of the model, over all stages."""
     ticks: int
     bubble_fraction: float
-    """Idle share of a single step in which all stages begin and end together, with F, B and W of equal length."""
+    """Idle share of the stages' time from the start of the step to its end, if F, B and W take equal time."""
     span_bubble_fraction: float
-    """Idle share between a stage's first and last op, on the worst stage, with F, B and W of equal length."""
+    """Idle share between the first and the last op of a stage, for the worst stage, if F, B and W take equal time."""
     waiting_fraction: float | None
     """Fraction of the predicted step that stages wait for each other, on average; None without a prediction."""
     peak_activations: tuple[int, ...]
-    """Peak number of saved microbatch activations per stage, counted per chunk."""
+    """For each stage, peak number of microbatches with saved activations. Each chunk of the stage counts separately."""
     messages: int
     """Number of messages between stages in a step, over all stages."""
     message_bytes: int
@@ -81,7 +81,7 @@ def stages(
         waiting_fraction=times.bubble_s / times.step_s if times is not None and times.step_s else None,
         peak_activations=tuple(int(count) for count in schedule.peak_activations),
         messages=traffic(schedule).messages,
-        message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in parts.handed_on),
+        message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in parts.stage_outputs),
         gather=setup.strategy.pipeline.gather,
         gathering=_gathering(setup, options, batch, parts, on_cpu=on_cpu),
     )
@@ -101,7 +101,7 @@ def _gathering(
     in_slots, is_sharded = np.zeros(schedule.stages), False
     for weight in (weight for weight in step_spec.weights if weight.decision.leaf.is_stacked):
         decision = of_stage(weight, pipelined.axis, schedule.stages).decision
-        stage_axes, batch_axes = split_for_good(step_spec, dataclasses.replace(weight, decision=decision))
+        stage_axes, batch_axes = kept_and_gathered_axes(step_spec, dataclasses.replace(weight, decision=decision))
         is_sharded |= bool(batch_axes)
         shards, itemsize = step_spec.num_shards(batch_axes), ITEMSIZE[step_spec.wire(step_spec.compute_dtype(decision))]
         stage_bytes = decision.leaf.size // step_spec.num_shards(stage_axes) * itemsize

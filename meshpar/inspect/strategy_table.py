@@ -133,7 +133,7 @@ def _row(case: ReferenceCase, report: Report) -> tuple[str, ...]:
 
 
 def _counts(report: Report, *, in_layer: bool) -> dict[str, dict[str, int]]:
-    """Return the number of arrays sent per layer, or once per step, by axes and kind, without small arrays."""
+    """Return axes -> kind -> number of arrays, sent per layer or once per step. Small arrays are left out."""
     counts: dict[tuple[str, str], int] = {}
     for array in (array for item in report.collectives for array in per_array(item.collective)):
         is_in_layer = any(loop.trip_count == MODEL.num_layers for loop in array.loops)

@@ -46,11 +46,11 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
 
 
 def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMesh:
-    """Return a mesh of a cluster's compile-only devices, with the shape of another mesh.
+    """Return a mesh with the axes of `mesh` on the compile-only devices of a cluster, or an abstract mesh.
 
-    Library kernels inspect the devices that they are lowered for. Without a GPU, jax can use the CUDA plugin only if
-    `JAX_PLATFORMS=cpu` is set before it starts; otherwise the mesh is abstract. It is also abstract if state
-    `offloads`, because compile-only devices have a single memory, and shardings on them would lose the memory kind.
+    Library kernels inspect the devices that they are lowered for, so compile-only devices are preferred. The mesh is
+    abstract in two cases. Without a GPU, jax can use the CUDA plugin only if `JAX_PLATFORMS=cpu` was set before jax
+    started. And if state `offloads` to host memory, shardings on compile-only devices would lose the memory kind.
     """
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     if offloads:
@@ -98,7 +98,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
 
 
 def missing_aot() -> str:
-    """Return the missing requirement for GPU compilation as text, or an empty string."""
+    """Return the missing requirement for GPU compilation as text; empty if this machine can compile for GPUs."""
     if not any(_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
         return "jax's CUDA plugin is not installed"
     return "" if _ptxas() is not None else "`ptxas` is neither on PATH nor installed"
@@ -148,7 +148,7 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
     """Lower a step for CUDA to portable StableHLO bytecode.
 
     Args:
-      traced: the traced step on concrete devices or an `AbstractMesh`, or it lowered for CUDA.
+      traced: the step, traced on concrete devices or an `AbstractMesh`, or already lowered for CUDA.
       cluster: the pod, with as many GPUs as the mesh has devices.
     """
     lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower(lowering_platforms=("cuda",))

@@ -38,7 +38,7 @@ from meshpar.sharding.units import si
 MOST_BYTES = 2 << 30
 """Maximum file size in bytes. Files are read into memory."""
 STEP = "jit__step"
-"""Name of the program of a `TrainStep` in jax."""
+"""Name that jax gives to the compiled program of a `TrainStep`."""
 _DEVICE = re.compile(r"/device:(?!CUSTOM)[A-Za-z]+:([0-9]+)")
 _AROUND = re.compile(r"(while|conditional|call|async-start|async-done)(\.[0-9]+)?(\.clone.*)?\Z")
 _KIND = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})(-start|-done)?(\.|\Z)")
@@ -63,11 +63,11 @@ class Spent(Plain):
 
     what: str
     time_s: float
-    """Per step, averaged over devices; for a collective the exposed time."""
+    """Seconds per step, averaged over devices. For a collective, only its exposed time."""
     share: float
     """Fraction of the step."""
     where: str = ""
-    """Module of the model, if the program is known."""
+    """Path of the module in the model; empty without a report for the step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class MeasuredCollective(Plain):
     measured_s: float
     exposed_s: float
     axes: tuple[str, ...] | None = None
-    """Mesh axes; None if the program is not known."""
+    """Mesh axes; None without a report for the step."""
     payload_bytes: int | None = None
     predicted_s: float | None = None
     predicted_exposed_s: float | None = None
@@ -107,9 +107,9 @@ class Trace(Printed, Plain):
     idle_s: float
     predicted_step_s: float | None
     phases: Mapping[str, float]
-    """Device time of `forward`, `backward`, `optimizer` and `other`, if the program is known."""
+    """Device time of `forward`, `backward`, `optimizer` and `other`; empty without a report for the step."""
     host: Mapping[str, float]
-    """Time per step of the loop's other phases, such as `data` and `save`."""
+    """Host time per step of the training loop's phases outside the step, such as `data` and `save`."""
     collectives: tuple[MeasuredCollective, ...]
     """Longest first."""
     costs: tuple[Spent, ...]
@@ -132,7 +132,7 @@ class Trace(Printed, Plain):
 
 
 def find(path: str | Path) -> Path:
-    """Return the newest trace in the folder of a run or in its `profile/`, or the file itself."""
+    """Return the path of the newest trace in a run folder, or the path of a file unchanged."""
     file, fix = Path(path), "pass a .xplane.pb, or the folder of a run trained with --profile 10:15"
     if file.is_dir():
         files = sorted(file.glob("**/*.xplane.pb"), key=lambda file: (file.parent.name, file.name))
@@ -238,7 +238,7 @@ def _of_plane(plane: Any) -> Iterator[Event]:
 
 
 def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
-    """Return the seconds of each phase of the loop, and the numbers of the dispatched steps."""
+    """Return the total seconds of each phase of the training loop on the host, and the step numbers in the trace."""
     phases: dict[str, float] = defaultdict(float)
     steps: set[int] = set()
     lines = (line for plane in planes if plane.name.startswith("/host:") for line in plane.lines)

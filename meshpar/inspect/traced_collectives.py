@@ -33,31 +33,31 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One collective of a kernel."""
+    """A collective that a kernel calls, such as `psum`."""
 
     kind: str
     axes: tuple[str, ...]
     """Mesh axes of size greater than 1, in the mesh's order."""
     elements: int
-    """Elements of the payload, as in `census.Collective`. Axes that the kernel leaves to XLA may shard it."""
+    """Number of elements of the payload, as in `census`. XLA may shard the payload over axes that are not manual."""
     dtype: str
     """NumPy name of the element type."""
     count: float
-    """Runs per step; for a pipeline, on the stage with most. Infinite in a loop of unknown length."""
+    """Runs per step; for a pipeline, on the stage with most runs. Infinite in a loop of unknown length."""
     count_by_stage: tuple[int, ...] = ()
     """Count on each stage, if the schedule's table determines it; empty if all devices have the same count."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The position of an equation in the program."""
+    """The position of a jaxpr in the program: enclosing loops and branches, axis sizes and named scopes."""
 
     visit: Visit
     sizes: Mapping[str, int]
     scope: str
 
     def inside(self, eqn: Any) -> Iterator[tuple[Any, _Place]]:
-        """Yield every jaxpr that an equation runs, with its position."""
+        """Yield (jaxpr, position) for every jaxpr that an equation at this position runs."""
         scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
         sizes = dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else self.sizes
         visit, name = self.visit, eqn.primitive.name
@@ -73,7 +73,7 @@ class _Place:
 
 
 def messages(jaxpr: Any, cells: ScheduleCounts | None = None) -> tuple[Message, ...]:
-    """Return every explicit collective of a function, multiplied by the loops around it."""
+    """Return the collectives that a function calls explicitly, with their counts per run of the function."""
     return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), cells))  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def enters(jaxpr: Any, scope: str) -> bool:
 
 
 def vocab_chunks(jaxpr: Any) -> int:
-    """Return the number of chunks in which the loss uses the head matrix, including the last, outside the loop."""
+    """Return in how many chunks the loss multiplies by the head matrix. The last chunk is computed after the loop."""
     scans = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan" and in_scope(eqn, SCOPE))
     return max((int(eqn.params["length"]) + 1 for eqn in scans), default=1)
 

@@ -249,7 +249,7 @@ def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
     found = [c for c in one.collectives if c.axes == (axis,) and c.loops]
     assert {c.kind for c in found} == {"collective-permute"}
     assert sum(c.count_per_step for c in found) == most
-    (x,) = one.parts.handed_on
+    (x,) = one.parts.stage_outputs
     assert {c.bytes_sent_per_device for c in found} == {4 * math.prod(x.shape)}
 
 
@@ -307,7 +307,7 @@ def test_parts_of_layers_that_give_an_aux():
     case = MORE["experts"]
     parts = parts_of(*case.step(case.mesh.abstract(devices=8)))
     assert parts.reads["layers/mlp/router"] == parts.reads["layers/mlp/up"] == (True, True, False)
-    (y,) = parts.handed_on
+    (y,) = parts.stage_outputs
     assert y.shape == (2, T, D)
 
 

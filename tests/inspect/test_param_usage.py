@@ -93,8 +93,8 @@ def test_equal_layers_share_a_line():
     assert {(one.module, one.layers) for one in rolled} == {("gradients/Tied/h_*", 2)}
 
 
-def test_of_layers_merges_paths():
+def test_merge_layers_merges_paths():
     layers = ["transformer/h/0/attn/block_1", "transformer/h/1/attn/block_1"]
     assert {scopes.layerless(path) for path in layers} == {"transformer/h/*/attn/block_*"}
-    assert scopes.of_layers(layers) == "transformer/h/*/attn/block_1"
+    assert scopes.merge_layers(layers) == "transformer/h/*/attn/block_1"
     assert scopes.layerless("fc1/conv2d") == "fc1/conv2d"

@@ -155,7 +155,7 @@ def test_unexpected_collectives_come_first_with_line_and_fix(reports):
     text = str(reports["wrong_name"])
     assert text.index("Unexpected") < text.index("Found")
     first = reports["wrong_name"].matching.unexpected[0]
-    assert render.place(first.source) in text
+    assert render.short_source(first.source) in text
     assert first.fix[:40] in text
     assert text.count("as above") >= 1  # a repeated fix is printed once
     assert render.unexpected_text(first).startswith(f"{first.kind} over {first.axes[0]} of {first.tensor}")
@@ -202,9 +202,9 @@ def test_memory_lists_remedies_if_it_does_not_fit(report):
 
 def test_places_are_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert render.place(f"{tmp_path}/a/b.py:7") == "a/b.py:7"
-    assert render.place("/elsewhere/deep/down/model.py:12") == "down/model.py:12"
-    assert render.place("") == ""
+    assert render.short_source(f"{tmp_path}/a/b.py:7") == "a/b.py:7"
+    assert render.short_source("/elsewhere/deep/down/model.py:12") == "down/model.py:12"
+    assert render.short_source("") == ""
 
 
 def test_terminal_output_escapes_markup(nasty):

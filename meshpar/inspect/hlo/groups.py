@@ -66,7 +66,7 @@ def _mesh_groups(text: str) -> np.ndarray:
 def _groups_over(devices: np.ndarray, refs: Sequence[tuple[int, int, int]]) -> np.ndarray:
     """Return groups `[group, member]` of devices that differ only along the (sub-)axes, in reference order.
 
-    A reference is the index of an axis, the size before the sub-axis, and its size.
+    A reference is (index of the axis, product of the sizes of sub-axes before this one, size of the sub-axis).
     """
     coords = np.indices(devices.shape).reshape(devices.ndim, -1)
     inside, fixed = [], [coord.copy() for coord in coords]

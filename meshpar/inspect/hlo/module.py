@@ -103,7 +103,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """The instructions of this computation that read each instruction, by name."""
+        """Name of an instruction -> the instructions of this computation that read its result."""
         users: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):

@@ -54,7 +54,7 @@ class Visit:
     branches: tuple[Branch, ...] = ()
     """Enclosing branches, outermost first."""
     in_fusion: bool = False
-    """True if its instructions belong to the same kernel, so that their values need no memory."""
+    """True for the body of a fusion. Its instructions form one kernel, so intermediate values need no memory."""
     wrapper: Instruction | None = None
     """The `async-start` or `fusion-start` that runs it asynchronously, if any."""
 
@@ -65,7 +65,7 @@ class Visit:
 
     @property
     def times(self) -> int:
-        """Executions per run of the program. An unknown loop counts once, and a conditional as if taken."""
+        """Executions per run of the program. Loops of unknown length count once. Branches count as always taken."""
         return math.prod(loop.trip_count if loop.trip_count is not None else 1 for loop in self.loops)
 
     @property
@@ -75,7 +75,7 @@ class Visit:
 
 
 def executed(module: Module) -> Iterator[Visit]:
-    """Yield all computations that the program runs, callers first, without reducers and comparators."""
+    """Yield all computations that the program runs, callers first. Functions of reduce and sort ops are left out."""
     stack = [Visit(module.entry)]
     while stack:
         yield (visit := stack.pop())
@@ -84,7 +84,7 @@ def executed(module: Module) -> Iterator[Visit]:
 
 
 def runs(ins: Instruction) -> tuple[str, ...]:
-    """Return the computations that an instruction runs inline: no loop bodies, branches or reducers.
+    """Return the computations of a call, fusion or async wrapper; empty for loops, conditionals and reductions.
 
     A wrapped computation of `all-gather-start` and similar opcodes repeats the instruction and is not returned.
     """
@@ -95,7 +95,7 @@ def runs(ins: Instruction) -> tuple[str, ...]:
 
 
 def skip_views(computation: Computation, ins: Instruction) -> Instruction:
-    """Return the instruction that a chain of views starts from."""
+    """Return the instruction whose array `ins` is a view of, possibly through several views."""
     for _ in range(MAX_HOPS):
         if ins.opcode not in VIEWS or not ins.operands:
             break

@@ -27,7 +27,7 @@ _NO_MEMORY = frozenset(
 
 
 Attention = Literal["", "forward", "backward"]
-"""Pass of a fused attention kernel; empty for other matmuls."""
+"""Whether a fused attention kernel computes the forward or the backward pass; empty for other matmuls."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Matmul:
     """A matmul or convolution of the program, per device."""
 
     flops: int
-    """FLOPs per run; two for each multiply-add."""
+    """FLOPs of one execution; a multiply-add is two FLOPs."""
     count_per_step: int
     """Product of the trip counts of the loops around it."""
     in_branch: bool
@@ -85,7 +85,7 @@ def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
 
     Args:
       module: the program.
-      cells: counts of a pipelined program; the result is then an average over stages.
+      cells: execution counts of a pipelined program; the result is then an average over stages.
     """
     cost = _costs(module)
     if cells is None:
@@ -135,11 +135,11 @@ def _costs(module: Module) -> Callable[[str], int]:
 
 
 def custom_calls(module: Module, cells: ScheduleCounts | None = None, *, seen: bool = False) -> dict[str, int]:
-    """Return the calls per step of each library kernel that `matmuls` does not count, by target.
+    """Return custom-call target -> calls per step, for library kernels whose FLOPs `matmuls` does not count.
 
     Args:
       module: the program.
-      cells: counts of a pipelined program; the stage with most calls counts.
+      cells: execution counts of a pipelined program; the result is for the stage with most calls.
       seen: True to return the kernels that `matmuls` counts, instead of the others.
     """
     calls: dict[str, int] = {}
@@ -179,10 +179,10 @@ def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]
 
 
 def _temporary(module: Module, leaf: ArrayShape, index: int, computation: Computation, ins: Instruction) -> Temporary:
-    """Return the record of an array. If the compiler lost its origin, use that of a related instruction."""
+    """Return the `Temporary` of an array. If the compiler lost its origin, use that of a related instruction."""
     origin = ins
     if not _module(ins):
-        origin = _filled_by(module, computation, ins, index) or _near(computation, ins) or ins
+        origin = _filled_by(module, computation, ins, index) or _nearest_with_module(computation, ins) or ins
     return Temporary(
         nbytes=leaf.nbytes,
         shape=str(leaf),
@@ -199,7 +199,7 @@ def _module(ins: Instruction) -> str:
 
 
 def _updates_in_place(module: Module, ins: Instruction, index: int) -> bool:
-    """Return whether array `index` of a result is an operand that was partially overwritten."""
+    """Return whether array `index` of a result is an operand that the instruction updates in place."""
     if ins.opcode != "fusion":
         return ins.opcode == "dynamic-update-slice"
     inner = module.computations[ins.called[0][1]]
@@ -210,7 +210,7 @@ def _updates_in_place(module: Module, ins: Instruction, index: int) -> bool:
 
 
 def _viewed_array(computation: Computation, ins: Instruction) -> tuple[str, int]:
-    """Return the array that a value is a view of: the instruction, and the index in its result."""
+    """Return (instruction, index in its result) of the array that a value is a view of."""
     index = 0
     for _ in range(MAX_HOPS):
         if ins.opcode == "get-tuple-element":
@@ -224,7 +224,7 @@ def _viewed_array(computation: Computation, ins: Instruction) -> tuple[str, int]
 
 
 def _filled_by(module: Module, computation: Computation, ins: Instruction, index: int) -> Instruction | None:
-    """Return the loop instruction that reads or fills a buffer created before the loop; None if no loop carries it."""
+    """Return an instruction in a loop body that uses a buffer of the loop state; None if no loop carries it."""
     is_tuple = isinstance(ins.shape, TupleShape)
     views = [user for user in computation.users[ins.name] if user.tuple_index == index] if is_tuple else [ins]
     views += [user for view in views for user in computation.users[view.name] if user.opcode in ("bitcast", "copy")]
@@ -241,7 +241,7 @@ def _filled_by(module: Module, computation: Computation, ins: Instruction, index
     return None
 
 
-def _near(computation: Computation, ins: Instruction) -> Instruction | None:
+def _nearest_with_module(computation: Computation, ins: Instruction) -> Instruction | None:
     """Return the nearest instruction with a module path, first among inputs, then among users."""
     source: Instruction | None = ins
     for _ in range(MAX_HOPS):
@@ -324,7 +324,9 @@ def _attention_flops(computation: Computation, ins: Instruction, num_products: i
 
 
 def causal_share(flops: int, num_keys: int, window: int | None) -> int:
-    """Return the share of `flops` that a causal mask over `num_keys` keys leaves, with a window (0, None: no window).
+    """Return the FLOPs that remain of `flops` under a causal mask over `num_keys` keys.
+
+    With a `window`, each query sees only so many keys. None and 0 mean no window.
 
     Example:
       >>> causal_share(800, 4, None), causal_share(800, 4, 4), causal_share(800, 4, 2)

@@ -51,7 +51,7 @@ class Roofline:
 
     @property
     def main_peak_flops_per_s(self) -> float:
-        """Peak FLOP/s for the dtype with most FLOPs in the program; by convention bfloat16 stands for 8-bit types."""
+        """Peak FLOP/s for the dtype with most matmul FLOPs in the program. For 8-bit dtypes it is the bfloat16 peak."""
         flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
         for one in work.matmuls(self._module):
             peak = self._rates.peak_flops_per_s(max(_widest(one.computation, one.ins), 16))
@@ -59,7 +59,7 @@ class Roofline:
         return max(flops, key=lambda peak: flops[peak])
 
     def kernel(self, computation: Computation, ins: Instruction) -> Kernel | None:
-        """Return the cost of an instruction, or None if it is not a kernel (a view, a tuple, a done)."""
+        """Return the cost of an instruction, or None if it runs no kernel, such as a view, a tuple or a done."""
         if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
             return None
         products = list(self._products(computation, ins, MAX_HOPS))
@@ -95,7 +95,7 @@ class Roofline:
     # Bytes
 
     def _operands(self, computation: Computation, ins: Instruction) -> Iterator[int]:
-        """Yield the bytes read of each operand; an operand that occurs twice is read once."""
+        """Yield the bytes that an instruction reads of each operand. An operand that occurs twice is read once."""
         for name in dict.fromkeys(ins.operands):
             shape = computation[name].shape
             if isinstance(shape, ArrayShape):
@@ -104,7 +104,7 @@ class Roofline:
                 yield shape.nbytes
 
     def _read_by(self, user: Instruction, value: str, computation: Computation, of: ArrayShape, hops: int) -> int:
-        """Return how many bytes an instruction reads of an array of shape `of`, directly or through a view."""
+        """Return how many bytes `user` reads of the array `value`, which may be a view of an array of shape `of`."""
         positions = [index for index, name in enumerate(user.operands) if name == value]
         inside = runs(user)
         if inside and hops:
@@ -128,7 +128,7 @@ class Roofline:
         return nbytes
 
     def _read_of(self, inner: Computation, value: Instruction, of: ArrayShape, hops: int) -> int:
-        """Return how many bytes of an array its users read, following views, which fusions do not copy."""
+        """Return how many bytes of an array its users in a fusion read, also through views, which are not copied."""
         total = of.nbytes if value is inner.root else 0
         for user in inner.users[value.name]:
             if total >= of.nbytes or not hops:
@@ -183,7 +183,7 @@ def _in_place(inner: Computation) -> list[Instruction]:
 
 
 def _nbytes(part: Shape, of: ArrayShape) -> int:
-    """Return the bytes of the elements of `part` in the dtype of `of`, because a view may have another dtype."""
+    """Return the bytes of as many elements as `part` has, in the dtype of `of`."""
     size = sum(leaf.size for leaf in part.leaves())
     return -(-size * dtype_bits(of.dtype) // 8)
 

@@ -47,7 +47,7 @@ Cover = Literal["matmul", "kernels", "nothing"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """A kernel, collective or loop on a stream. Times count from the start of its segment."""
+    """A kernel, collective or loop on a stream. Times are in seconds from the start of its segment."""
 
     name: str
     stream: Stream
@@ -64,7 +64,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Ops of the program itself, or of a loop iteration."""
+    """The ops of one loop iteration, or of the program outside all loops."""
 
     name: str
     """Name of the while instruction; empty for the program."""
@@ -86,13 +86,13 @@ class Timed:
     time_s: float
     """Communication time of all its runs in a step."""
     hidden_s: float
-    """Part of `time_s` during which compute is working."""
+    """Part of `time_s` that is overlapped with compute."""
     cover: Cover
-    """The work between its start and its done: a matmul, other kernels only, or nothing (also if it is synchronous)."""
+    """Compute between its start and its done: `matmul`, `kernels` (without a matmul) or `nothing`."""
 
     @property
     def exposed_s(self) -> float:
-        """Time per step that compute waits for it."""
+        """Part of `time_s` that is not overlapped, because compute waits for the collective."""
         return self.time_s - self.hidden_s
 
     @property
@@ -102,7 +102,7 @@ class Timed:
 
     @property
     def has_nothing_to_hide_behind(self) -> bool:
-        """True if it is mostly exposed and no matmul runs between its start and its done."""
+        """True if most of its time is exposed and no matmul runs between its start and its done."""
         return self.cover != "matmul" and self.exposed_s > self.hidden_s
 
 
@@ -112,7 +112,7 @@ class Timeline:
 
     cluster: str
     peak_flops_per_s: float
-    """Peak of the GPU in the type of most of the program's matmuls."""
+    """Peak FLOP/s of the GPU for the dtype with most of the program's matmul FLOPs."""
     step_s: float
     """Step time: `compute_s + memory_s + launch_s + bubble_s` and the exposed time of every axis."""
     compute_s: float
@@ -122,15 +122,15 @@ class Timeline:
     network_s: Mapping[str, float]
     """Communication time by mesh axes."""
     hidden_s: Mapping[str, float]
-    """Part of `network_s` during which compute is working."""
+    """Part of `network_s` that is overlapped with compute."""
     collectives: tuple[Timed, ...]
     """In the order of the census."""
     segments: tuple[Segment, ...]
     """The program first, then its loops, outer loops first."""
     launch_s: float = 0.0
-    """Launch time in excess of the time of short kernels; 0 if launches were not measured."""
+    """Time that short kernels take longer than their work, because of the launch; 0 if launches were not measured."""
     bubble_s: float = 0.0
-    """Time that the mean stage waits for other stages."""
+    """Time that a pipeline stage waits for other stages, averaged over stages."""
     rates: str = ""
     """The kernel rates of the simulation."""
     notes: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class Timeline:
 
     @property
     def exposed_s(self) -> dict[str, float]:
-        """Time that compute waits, by mesh axes."""
+        """Communication time that is not overlapped with compute, by mesh axes."""
         return {label: time_s - self.hidden_s[label] for label, time_s in self.network_s.items()}
 
     @property
@@ -169,7 +169,7 @@ def timeline(
       module: the program as the GPU compiler scheduled it.
       collectives: its census.
       cluster: the cluster it was compiled for; device i is in node `i // gpus_per_node`.
-      cells: counts of a pipelined program, used to run its ticks as in the schedule's table.
+      cells: execution counts of a pipelined program. Its ticks are simulated as in the schedule's table.
       overlap_limit: number of collectives that XLA may run at a time (`hardware.compile_options.overlap_limit`).
       rates: kernel rates of the GPU; None means the expected rates, `cluster.rates`.
     """
@@ -196,7 +196,7 @@ def timeline(
 
 @dataclasses.dataclass
 class _Flight:
-    """A run of a collective, in progress or finished."""
+    """A single run of a collective in the simulation."""
 
     collective: Collective
     start_s: float
@@ -211,10 +211,10 @@ def _times() -> defaultdict[str, float]:
 
 @dataclasses.dataclass
 class _ComputationRun:
-    """A run of a computation: the clocks of both streams during simulation, and totals."""
+    """State of the simulation of a computation: the clocks of both streams, and totals of time."""
 
     duration_s: float = 0.0
-    """Clock of the compute stream."""
+    """Clock of the compute stream; at the end, the duration of the computation."""
     free_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """Time at which each link is free."""
     spent_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
@@ -222,12 +222,12 @@ class _ComputationRun:
     network_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
     hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
     cover: Cover = "nothing"
-    """The kind of work it contains."""
+    """Compute that the computation contains, as in `Timed.cover`."""
     ops: list[Op] = dataclasses.field(default_factory=list)
     waits: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     flights: list[_Flight] = dataclasses.field(default_factory=list)
     pending: dict[str, list[_Flight]] = dataclasses.field(default_factory=dict)
-    """Flights by the instruction that started them."""
+    """Runs of asynchronous collectives that are not finished, by the name of their start instruction."""
 
     def wait(self, until_s: float) -> None:
         if until_s > self.duration_s:
@@ -244,12 +244,12 @@ class _ComputationRun:
                 getattr(self, totals)[label] += times * time_s
 
     def computed(self, ins: Instruction, kind: str, start_s: float) -> None:
-        """Record an op on the compute stream that ends now."""
+        """Record an op of the compute stream, from `start_s` to the current time."""
         module = scopes.module_path(ins.metadata.op_name)
         self.ops.append(Op(ins.name, "compute", start_s, self.duration_s, kind, "", module))
 
     def works(self, cover: Cover) -> None:
-        """Record that an op computes while the pending collectives are in flight."""
+        """Record that pending collectives overlap with an op of the compute stream."""
         for flight in (flight for flights in self.pending.values() for flight in flights):
             flight.cover = _better(flight.cover, cover)
         self.cover = _better(self.cover, cover)
@@ -276,7 +276,7 @@ class _Simulation:
         self._loops: dict[str, Segment | None] = {}
 
     def block(self, computation: Computation) -> _ComputationRun:
-        """Return a run of a computation on empty streams."""
+        """Simulate a computation on empty streams. Each computation is simulated only once."""
         block = self._blocks.get(computation.name)
         if block is None:
             block = self._blocks[computation.name] = _ComputationRun()
@@ -288,7 +288,7 @@ class _Simulation:
         return block
 
     def timed(self, collective: Collective) -> Timed:
-        """Return the times of all runs of a collective in a step."""
+        """Return the communication time and hidden time of a collective, summed over all its runs in a step."""
         # If its branch was not simulated, nothing overlaps with it.
         flight = self._flights.get((collective.computation, collective.name))
         flight = flight or _Flight(collective, 0.0, self._time_s(collective))
@@ -326,7 +326,7 @@ class _Simulation:
             block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 
     def _communicates(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[Collective | None]:
-        """Yield the collectives that an instruction issues, or None for a collective without communication."""
+        """Yield the collectives that an instruction starts, and None for each collective without communication."""
         if ins.opcode.removesuffix("-start") in KINDS:
             yield self._collectives.get((computation.name, ins.name))
         elif hops and (ins.opcode.endswith("-start") or hops < MAX_HOPS):
@@ -350,7 +350,7 @@ class _Simulation:
             block.finish(flights)
 
     def _settle(self, block: _ComputationRun) -> None:
-        """Compute the hidden time of each flight, now that all waits are recorded."""
+        """Compute the hidden time of each collective, after all waits of the computation are recorded."""
         for flight in block.flights:
             one, time_s = flight.collective, flight.end_s - flight.start_s
             waited_s = sum(max(0.0, min(end, flight.end_s) - max(start, flight.start_s)) for start, end in block.waits)
@@ -378,7 +378,7 @@ class _Simulation:
             block.computed(ins, "loop", start_s)
 
     def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_ComputationRun, _ComputationRun]:
-        """Return the longest tick of the pipeline's loop, and the total of all ticks on the mean stage."""
+        """Simulate the tick loop of a pipeline. Return its longest tick, and all ticks averaged over stages."""
         assert self.cells is not None
         names, picks = list(choices), np.stack(list(choices.values()), -1)  # [tick, stage, conditional]
         slots, slot_index = np.unique(picks.reshape(-1, len(names)), axis=0, return_inverse=True)
@@ -407,7 +407,7 @@ class _Simulation:
             block.ops.append(dataclasses.replace(op, start_s=start_s + op.start_s, end_s=start_s + op.end_s))
 
     def _repeat(self, block: _ComputationRun, inner: _ComputationRun, times: int) -> float:
-        """Run an inner block `times` times and return the start time of the first run."""
+        """Add `times` consecutive runs of `inner` to `block`. Return the start time of the first run."""
         if inner.network_s:
             block.wait(max(block.free_s.values(), default=0.0))
         start_s = block.duration_s
@@ -418,7 +418,7 @@ class _Simulation:
         return start_s
 
     def _time_s(self, one: Collective) -> float:
-        """Return the time of the slowest group."""
+        """Return the duration of a collective in its slowest device group."""
         return max(
             collective_time_s(
                 one.kind,
@@ -430,7 +430,7 @@ class _Simulation:
         )
 
     def _links(self, one: Collective) -> tuple[str, ...]:
-        """Return the links that a collective uses: both, if its groups have multiple GPUs on multiple nodes."""
+        """Return the links that a collective uses: within nodes (`inside`), between nodes (`across`), or both."""
         if self._overlap_limit == 1:
             return ("inside", "across")
         layouts = self._layout(one.groups)
@@ -446,7 +446,7 @@ class _Simulation:
 
 
 def _leading_to(module: Module, names: set[str]) -> set[str]:
-    """Return the computations that contain any of these instructions, directly or through calls."""
+    """Return the names of the computations that contain any of these instructions, directly or through calls."""
     reached = {computation.name for computation in module if any(ins.name in names for ins in computation)}
     while True:
         called = {computation.name: {name for ins in computation for _, name in ins.called} for computation in module}

@@ -27,7 +27,7 @@ class Overlap(Plain):
     exposed: tuple[Timed, ...]
     """Collectives without a matmul to overlap with, longest exposed time first."""
     reason: str = ""
-    """Reason for missing numbers; empty if they exist."""
+    """Reason why the numbers are missing; empty if they are not missing."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -45,13 +45,14 @@ class Bracket(Plain):
 
     If a profile has measured matmul rates (`meshpar bench gpu`), both bounds use them. Otherwise `low_s` uses the data
     sheet's peak, and `high_s` the planner's assumed fraction of the peak. Both use the catalogue's rates of fused
-    attention, and the launch time if the profile has it. Neither models kernels that slow each other down.
+    attention, and the launch time if the profile has it. Neither accounts for concurrent kernels that slow each other
+    down.
     """
 
     low_s: float
-    """Kernels at the fastest rates that the catalogue or the profile supports, all communication overlapped."""
+    """Step time with the fastest kernel rates of the catalogue or the profile, and all communication overlapped."""
     high_s: float
-    """Kernels at their expected rates, no communication overlapped."""
+    """Step time with the expected kernel rates, and no communication overlapped."""
     sources: tuple[str, ...]
     """Sources of the kernel rates and of all links that are used."""
 
@@ -65,11 +66,11 @@ class Compute(Plain):
     model_flops_per_device: float | None
     """Model FLOPs over the number of devices; None if they are not counted."""
     ratio: float | None
-    """FLOPs over model FLOPs. Recomputation, padding and replicated work raise it above 1."""
+    """Compiled FLOPs over model FLOPs. Recomputation, padding and replicated work raise the ratio above 1."""
     predicted_step_s: float | None = None
     """Step time of the timeline; None without one."""
     utilisation: float | None = None
-    """Model FLOPs over the GPU's peak FLOPs in the predicted step, for the type with most FLOPs."""
+    """Model FLOP utilisation: model FLOP/s of the predicted step over the GPU's peak, for the dtype with most FLOPs."""
     bound: str | None = None
     """The largest component of the step: `compute`, `memory`, `launches`, `bubble` or `network:<axes>`."""
     compute_s: float | None = None
@@ -81,11 +82,11 @@ class Compute(Plain):
     exposed_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Part of `network_s` that compute waits for."""
     launch_s: float | None = None
-    """Launch time in excess of the time of short kernels; None if launches were not measured."""
+    """Time that short kernels take longer than their work due to their launch; None if launches were not measured."""
     bracket: Bracket | None = None
     """Range of the expected step time and its sources; None without a cluster."""
     bubble_s: float | None = None
-    """Time that the mean stage waits for other stages; None without stages or a timeline."""
+    """Time that a stage waits for other stages, averaged over stages; None without stages or a timeline."""
     rates: str = ""
     """Kernel rates assumed by the predicted step and the utilisation; empty without a prediction."""
     library_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -118,7 +119,7 @@ def overlap(times: Timeline | None, reason: str = "") -> Overlap:
 
 
 def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: ScheduleCounts | None = None) -> Bracket:
-    """Return the error bar of a step simulated at the cluster's expected rates."""
+    """Return the range of the step time, given the simulation `expected` at the cluster's expected rates."""
     sources = [f"{cluster.rates}"]
     if cluster.best_rates != cluster.rates:
         sources[0] += f"; at best, {cluster.best_rates.of_products}"
@@ -155,8 +156,8 @@ def compute(
       model_flops: FLOPs of the model itself.
       times: the simulated program, or None.
       reason: why there is no simulation.
-      cells: counts of a pipelined program; the results are then averages over stages.
-      cluster: the cluster of the timeline, for its error bar.
+      cells: execution counts of a pipelined program; the results are then averages over stages.
+      cluster: the cluster of the timeline, for `bracket`.
     """
     flops = work.flops_per_step(module, cells)
     model_share = model_flops.step / num_devices if model_flops is not None else None
