@@ -1,4 +1,4 @@
-"""Ends a command if a host callback of the user's program raises an exception.
+"""Handling of exceptions in host callbacks: they end the command.
 
 If a callback (`jax.debug.callback`, `jax.pure_callback`, `jax.io_callback`) raises, the program on its device fails.
 Other devices then wait for this device in their next collective, and the process hangs. jax logs the exception first.
@@ -15,19 +15,19 @@ from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import user_line
 
 LOGGERS = ("jax._src.callback", "jax._src.debugging")
-"""jax has no public hook for a failed callback. These loggers get a record with the exception."""
+"""Loggers of jax that receive the exception of a failed callback. jax has no public hook for it."""
 GRACE_S = 5.0
-"""Time in which the process may end by itself, with its own message."""
+"""Seconds in which the process may still end by itself, with its own message."""
 
 
 def end_on_callback_failures() -> None:
-    """Filter the records of jax: end the process some seconds after a host callback failed."""
+    """Add a filter to the loggers of jax that ends the process `GRACE_S` seconds after a host callback failed."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_end_later)
 
 
 def _end_later(record: logging.LogRecord) -> bool:
-    """End the process in some seconds. The record, which has a traceback, is printed only with --traceback."""
+    """Schedule the end of the process if the record reports a failed callback. Return whether to print the record."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None or not record.getMessage().endswith("callback failed"):
         return True

@@ -14,7 +14,7 @@ from meshpar.sharding.errors import MeshparError
 
 
 def _suggest_layouts(command: Callable[..., None]) -> Callable[..., None]:
-    """Add a note about --mesh and --devices to errors if the default layout does not divide a size."""
+    """Decorate a command: if the default layout does not divide a size, its error suggests --mesh and --devices."""
 
     @functools.wraps(command)
     def run(**kwargs: Any) -> None:

@@ -72,7 +72,8 @@ def cost(
         return
     links, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
     if numbers:
-        reason, fix = f"only {', '.join(CALCULATORS)} accept numbers", "use options, such as --ranks and --bytes"
+        reason = f"only {', '.join(CALCULATORS)} accept NUMBER=VALUE"
+        fix = "use options, such as --ranks and --bytes"
         raise problem(f"meshpar cost {algorithm}", f"use {' '.join(numbers)}", reason, fix, code="conflict")
     axes = (axis,) if axis else ()
     mesh = {axis: ranks} if axis else None
@@ -115,7 +116,7 @@ def _sheet(name: str, numbers: tuple[str, ...], cluster: str | None) -> Sheet:
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
-    """Check that no option is ignored."""
+    """Raise an error if an option is set that the algorithm does not use."""
     ignored = ("--inner", "hierarchical") if inner is not None and algorithm != "hierarchical" else None
     ignored = ("--servers", "parameter-server") if servers != 1 and algorithm != "parameter-server" else ignored
     if ignored:

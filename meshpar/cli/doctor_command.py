@@ -42,7 +42,7 @@ class Diagnosis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Information about a machine; see `gather` and `findings`."""
+    """Information about a machine. `gather` collects it, and `findings` derives problems from it."""
 
     versions: Mapping[str, str]
     devices: Mapping[str, str]

@@ -140,7 +140,7 @@ def explain(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A recipe with its cluster, mesh and batch shapes."""
+    """What is compiled: a recipe with overrides, on a cluster or the local devices."""
 
     path: str
     recipe: Recipe
@@ -183,7 +183,7 @@ class Subject:
         return Subject(path=path, recipe=recipe, cluster=pod, mesh=mesh, batch=batch, **options)
 
     def against(self, other: str) -> Subject:
-        """Return the subject that --against describes: another recipe, mesh, strategy or cluster."""
+        """Return the second subject of a comparison. The value of --against is a recipe, mesh, strategy or cluster."""
         same: dict[str, Any] = {"assignments": self.assignments, "shapes": self.shapes}
         if re.search(r"\.py(:\w+)?$", other):
             return Subject.of(other, self.cluster, layout=(), **same)
@@ -219,7 +219,7 @@ class Subject:
         return build_step(recipe), state
 
     def explained(self, pod: PodProcess | None) -> Report:
-        """Compile the step, in a process of `pod` if there is a cluster, and return the report."""
+        """Compile the step and return the report. For a cluster, it is compiled in the process `pod`."""
         from meshpar.inspect.explain import explain as report_on
 
         return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
@@ -233,11 +233,11 @@ def _mesh_of(recipe: Recipe, cluster: Cluster | None) -> AnyMesh:
     size, available = math.prod(sizes), len(jax.devices()) if cluster is None else cluster.num_devices
     fits = size <= available if cluster is None else size == available
     if not (available % size == 0 if takes_rest else fits):
-        found = f"{available:,} local devices" if cluster is None else f"{cluster.name} has {available:,} GPUs"
+        target = f"{available:,} local devices" if cluster is None else f"{available:,} GPUs of {cluster.name}"
         gpu = "h100" if cluster is None else cluster.gpu.name
         raise problem(
             f"mesh {_axes(recipe.mesh)} of {size:,} devices" + " or a multiple" * takes_rest,
-            "compile the step", f"it does not match the {found}",
+            "compile the step", f"it does not match the {target}",
             f"use --mesh fsdp={available}, or --cluster {gpu}:{-(-size // 8)}x{min(size, 8)}",
             code="out-of-range" if cluster is None else "wrong-shape",
         )  # fmt: skip
@@ -355,7 +355,7 @@ def _compile_report(subject: Subject, other: Subject | None, budget: Budget | No
 
 
 def _label(subject: Subject, other: Subject) -> str:
-    """Return a short label for a comparison: the first attribute that differs."""
+    """Return a short label for `subject` in a comparison: the first of its attributes that differs from `other`."""
     if subject.path != other.path:
         return Path(subject.path).stem
     if subject.target != other.target:
@@ -366,7 +366,7 @@ def _label(subject: Subject, other: Subject) -> str:
 
 
 def _plots(result: Explained) -> dict[str, str]:
-    """Return SVG texts by caption."""
+    """Return caption -> plot, as SVG text."""
     import io
 
     from meshpar.cli import plots

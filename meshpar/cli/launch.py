@@ -1,9 +1,9 @@
 """Joining a pod: this process's number and the coordinator, from the variables of the launcher.
 
 `jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and Cloud TPU. This module supports further
-launchers, which only set variables: torchrun, Kubeflow, PMI, and indexed jobs without access to the API of the cluster.
-A process that is alone on its node uses all GPUs. Missing variables are an error instead of a hang. A log line is
-written before the process blocks.
+launchers, which only set variables: torchrun, Kubeflow, PMI, and indexed Kubernetes jobs without access to its API.
+A process that is alone on its node uses all GPUs. If variables are missing, an error is raised, because jax would wait
+forever. A log line is written before the process waits for others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Launch:
     source: str
     """The detected launcher: jax, torchrun, kubeflow, open-mpi, pmi, kubernetes, slurm or cloud-tpu."""
     num_processes: int | None = None
-    """None if jax detects it. The same applies to the next two fields."""
+    """None if jax detects the number. The same applies to the next two fields."""
     process_id: int | None = None
     coordinator: str | None = None
     """`host:port` of process 0."""
@@ -104,7 +104,7 @@ _LAUNCHERS = (
 
 
 def detect(env: Env) -> Launch | None:
-    """Return the number of this process in a pod and how to join it, or None without a launcher."""
+    """Return this process's number in the pod and the coordinator's address, or None without a launcher."""
     if "," in env.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in env:
         return Launch(source="cloud-tpu")
     incomplete = None
@@ -142,8 +142,8 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     Args:
       env: environment variables, by default those of this process.
       timeout_s: seconds to wait for the other processes.
-      alone: also join a pod of one process. Its host devices then use gloo, which sums in the same order for any number
-        of processes.
+      alone: also join if the pod has only one process. Its host devices then use gloo, which sums in the same order for
+        any number of processes.
 
     Returns:
       The pod, or None for a single process.
@@ -200,8 +200,8 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
 def _bind_address(launch: Launch, env: Env) -> str | None:
     """Return the `host:port` on which process 0 listens; None for other processes.
 
-    If the name of the coordinator is not an address of this machine, for example with a forwarded port, process 0
-    listens on all interfaces and reports it.
+    The coordinator's name may not be an address of this machine, for example if the port is forwarded. Then process 0
+    listens on all interfaces and logs this.
     """
     if launch.process_id != 0 or launch.coordinator is None:
         return None
@@ -308,7 +308,7 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
 
 
 def _port_of(job: int) -> int:
-    """Return a port derived from the job id, from 4,096 ports as in jax, so that jobs on a host rarely share it."""
+    """Return one of 4,096 ports by the job id, as jax does, so that jobs on the same host rarely use the same port."""
     return 65536 - 4096 + job % 4096
 
 
@@ -361,7 +361,7 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:
-    """Return the detection method of jax that completes a launch, or `deactivate` if it is complete."""
+    """Return the name of jax's detection method for the fields that are None, or `deactivate` if none is None."""
     if launch.coordinator is not None:
         return "deactivate"
     if launch.source == "cloud-tpu":

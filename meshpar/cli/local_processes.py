@@ -1,4 +1,4 @@
-"""`--processes N`: the command as N local processes of one pod, to try multi-host runs."""
+"""Option `--processes N`: run the command as N local processes of a pod, to try multi-host runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 PARENT = "MESHPAR_PARENT"
 """Environment variable of a local process: the id of its parent."""
 NEWS = "MESHPAR_NEWS"
-"""Descriptor of a file in which the parent writes which local process has failed."""
+"""Environment variable: descriptor of a file in which the parent writes which local process has failed."""
 BEGAN_WITH = "MESHPAR_BEGAN_WITH"
-"""With `--shrink`: the number of processes at the start."""
+"""Environment variable, set with `--shrink`: the number of processes before the first loss."""
 GRACE_S = 20.0
-"""Seconds in which the other processes may end after a failure. Then they are killed."""
+"""Seconds that the other processes have to end after a process failed, before they are killed."""
 RESTART_GRACE_S = 2.0
-"""The same before a restart. The remaining processes cannot save without the lost process."""
+"""`GRACE_S` if the command is restarted. It is short, because the others cannot save without the lost process."""
 COMMAND = (sys.executable, "-m", "meshpar.cli.main")
 _GIVEN_UP = 1  # exit code of the watchdog after the loss of a process
 _POLL_S = 0.1
@@ -40,18 +40,17 @@ _FOLLOW_S = 0.25
 
 
 def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
-    """Run a command as several processes and wait for them. After a failure, all are killed.
+    """Run a command as several processes and wait for them. If one of them fails, all are killed.
 
-    The processes share the host devices of `XLA_FLAGS`, or the visible GPUs. Signals are passed on to all processes.
-    They end if this process dies.
+    The host devices of `XLA_FLAGS`, or the visible GPUs, are divided among the processes. Signals are passed on to all
+    processes. If this process dies, they end.
 
     Args:
       args: arguments of the command, without the name of the program.
       processes: number of processes.
       restarts: maximum number of restarts. The command is restarted if a process was killed, or ended by the watchdog.
-        It then has fewer processes, which share all devices, so that the mesh stays the same, and resumes from the
-        newest checkpoint.
-      shrink: whether the devices of a lost process are lost, too, as on a pod; see `shrunk`.
+        It resumes from the newest checkpoint with fewer processes. They divide all devices, so the mesh is the same.
+      shrink: restart without the devices of the lost process, as on a pod; see `shrunk`.
 
     Returns:
       0, the exit code of the first process that failed, or 128 plus the number of the signal.
@@ -70,7 +69,7 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
             for number in range(processes)
         ]
         with tempfile.TemporaryFile(buffering=0) as news:
-            # In sessions of their own, so that only this process receives Ctrl-C, and passes it on once.
+            # Each process has its own session, so that only this process receives Ctrl-C, and passes it on once.
             options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
             own = {NEWS: str(news.fileno())}
             started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
@@ -95,10 +94,10 @@ def _survivors(processes: int, began_with: int) -> int:
 
 
 def shrunk(mesh: MeshSpec) -> MeshSpec:
-    """With `--shrink`, reduce the `data` axis of a mesh in proportion to the remaining processes.
+    """Return the mesh with a smaller `data` axis, in proportion to the remaining processes (`--shrink`).
 
-    Each process then has as many parameters as before. The global batch and the order of the data do not change. A mesh
-    with an axis of size -1 is returned as it is. At the start, the division is checked for the first loss.
+    The parameters per process, the global batch and the order of the data do not change. A mesh with an axis of size -1
+    is returned unchanged. Raises `MeshparError` if the axis is indivisible, now or after the next loss.
     """
     began_with, now = int(os.environ.get(BEGAN_WITH, "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not began_with or -1 in mesh.values():
@@ -113,8 +112,8 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
 def follow_parent() -> None:
     """Start a thread that ends this process after the loss of its parent or of a local process.
 
-    A process that is still joining just ends, because the parent has reported the loss. After joining, the watchdog
-    reports errors of other processes, but it detects a killed process late.
+    Before this process has joined the pod, it just ends, because the parent has already reported the loss. Later, the
+    watchdog of this process reports the loss. The parent tells it about killed processes, which it detects late itself.
     """
     parent = os.environ.get(PARENT)
     if parent is None:
@@ -143,7 +142,7 @@ def follow_parent() -> None:
 def _wait(
     started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, news: IO[bytes]
 ) -> int:
-    """Return the exit code of the first process that failed, or 0, after all have ended."""
+    """Wait until all processes have ended. Return the exit code of the first that failed, or 0."""
     failed: int | None = None
     kill_at = float("inf")
     is_passed_on = False
@@ -162,7 +161,7 @@ def _wait(
 
 
 def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -> int | None:
-    """Return the exit code of a failed process, after reporting it to the user and to all processes, or None."""
+    """Return the exit code of a failed process, or None. Report the failure to the user and to all processes."""
     for number, process in enumerate(started):
         if code := process.poll():
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
@@ -173,7 +172,7 @@ def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -
 
 
 def _environment(number: int, processes: int, *, port: int, began_with: int, shrink: bool = False) -> dict[str, str]:
-    """Return the environment of a process: the variables of a launcher, and its share of the devices."""
+    """Return the environment of local process `number`: variables as from a launcher, and its share of the devices."""
     env, parts = dict(os.environ), began_with if shrink else processes
     if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
         reason, fix = f"a launcher started this process ({around[0]}={env[around[0]]})", f"unset {around[0]}"

@@ -52,14 +52,14 @@ _LOG_NOTICE = "WARNING: All log messages before absl::InitializeLog() is called"
 def prepare_devices(
     count: int | None, *, start: Literal["devices", "jax", "nothing"] = "devices", use_host: bool = False
 ) -> None:
-    """Choose the devices that jax uses. Call this before anything asks jax for devices.
+    """Choose the devices that jax uses. Call this function before jax creates devices.
 
     Args:
       count: number of XLA host devices. None selects the accelerators of this machine, or 8 host devices if there
         are none. `JAX_PLATFORMS` and `XLA_FLAGS` of the environment are kept unless they contradict `count`.
-      start: how much of the host platform is started. "jax" only imports jax, for processes that have to join
-        before they create devices. "nothing" is for commands that may not need jax.
-      use_host: use host devices, because nothing is computed and accelerators are slow to start.
+      start: "devices" creates the host devices. "jax" only imports jax, for processes that have to join a pod before
+        they create devices. "nothing" is for commands that may not need jax.
+      use_host: use host devices even if there are accelerators, for commands that compute nothing.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, but not its info messages
     platform = "cpu" if use_host else os.environ.get("JAX_PLATFORMS") or "cpu"
@@ -116,7 +116,7 @@ def _has_accelerator() -> bool:
 
 
 def select_devices(count: int | None) -> Sequence[Any]:
-    """Return the first `count` devices, or all devices if `count` is None or several processes run."""
+    """Return the first `count` devices, or all devices if `count` is None or there are several processes."""
     import jax
 
     devices = jax.devices()
@@ -145,11 +145,11 @@ COMMANDS = {
     "verify": "Compare random layouts and restarts of a recipe's model with one device.",
     "doctor": "Report versions, devices, links and environment, with a fix for each problem.",
 }
-"""Help of the commands in modules of their own. `train` and `shard` are defined below."""
+"""One line of help for each command that has its own module. `train` and `shard` are defined below."""
 
 
 class _Group(click.Group):
-    """The commands of this file and of `COMMANDS`. Listing them imports none."""
+    """Click group of the commands in this file and in `COMMANDS`. Their modules are imported only to run them."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -208,7 +208,7 @@ cluster_help = "h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json."
 
 
 def layout_fields(mesh: str | None, strategy: str | None) -> list[str]:
-    """Return `layout_options` as assignments to fields of the recipe."""
+    """Return the values of --mesh and --strategy as assignments to recipe fields, such as `mesh=fsdp=8`."""
     return [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
 
 
@@ -230,7 +230,7 @@ def cli() -> None:
 
 
 def _xla(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> None:
-    """Treat `--xla NAME=VALUE` as `--set xla.NAME=VALUE`. It is eager, so that click reads it before `--set`."""
+    """Treat `--xla NAME=VALUE` as `--set xla.NAME=VALUE`. The option is eager, so click reads it before `--set`."""
     for value in values:
         if not re.fullmatch(r"[^=]+=.+", value):
             reason, fix = "it must be NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"
@@ -261,9 +261,9 @@ COMPARED_LATER = (
     "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
     "as_json",
 )  # fmt: skip
-"""Options of `train` that processes do not compare when they join.
+"""Options of `train` that need not be equal when processes join.
 
-Those in the first row are compared later, as fields of the recipe. `as_json` is never compared.
+The options of the first row are compared later, as fields of the recipe. `as_json` is never compared.
 """
 
 
@@ -495,7 +495,7 @@ def check_output_file(path: str, suffixes: tuple[str, ...] = ()) -> None:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Turn an `OSError` of the block into an error of the user about this file."""
+    """Turn an `OSError` of the block into a `MeshparError` that names the file."""
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshpar.planner.plan import Plans
 
 _MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
-"""Attributes of the model's MoE config that the planner reads."""
+"""Attributes of an MoE config that the planner reads."""
 
 
 @click.command()

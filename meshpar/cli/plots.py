@@ -60,7 +60,7 @@ SHARDS = (
 
 MATMUL, KERNEL, WAITING = "#4a5c6d", "#aebac5", "#fdf3f0"
 AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a9e5c", "tensor": "#d1495b"}
-"""Colors of mesh axes. Other labels use the next color of `MORE`."""
+"""Colors of mesh axes. All other labels use the colors of `MORE`, in order."""
 MORE = (
     "#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97", "#d1495b", "#2f7fc1", "#22303c", "#4a9e5c",
 )  # fmt: skip
@@ -76,7 +76,7 @@ MEMORY = {
 }
 """Colors of the parts of device memory, from bottom to top."""
 KINDS = {"all-reduce": "", "all-gather": "....", "reduce-scatter": "////", "all-to-all": "xxxx"}
-"""Hatches of collectives. Other kinds use `OTHER_KIND`."""
+"""Hatch pattern of each kind of collective. Other kinds use `OTHER_KIND`."""
 OTHER_KIND = "||||"
 
 MOST_NUMBERED = 64
@@ -85,7 +85,7 @@ _DASHED = (0, (5, 3))
 
 
 def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
-    """Draw the plot with `STYLE`, independent of the settings of the caller."""
+    """Decorate a plot function: draw with `STYLE`, independent of the matplotlib settings of the caller."""
 
     @functools.wraps(draw)
     def drawn(*args: _Given.args, **kwargs: _Given.kwargs) -> Figure:
@@ -100,7 +100,7 @@ def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
 def figure_of(
     width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure that is not registered with pyplot, and its panels, row by row."""
+    """Return a new figure and its panels, row by row. pyplot does not keep the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
@@ -111,7 +111,7 @@ def figure_of(
 
 
 def axis_colors(labels: Iterable[str]) -> dict[str, str]:
-    """Return a color for each label: that of a mesh axis (`fsdp`), or the next of `MORE` (`data*fsdp`, `ring`)."""
+    """Return a color for each label. Mesh axes (`fsdp`) have fixed colors, others (`data*fsdp`, `ring`) use `MORE`."""
     others = itertools.cycle(MORE)
     return {label: AXES.get(label) or next(others) for label in labels}
 
@@ -141,7 +141,7 @@ def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def _mark(axes: Axes, text: str, at: float) -> None:
-    """Draw a vertical line with a label at its lower end."""
+    """Draw a vertical line at `at`, with a label at its lower end."""
     axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
     axes.annotate(
         text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
@@ -319,15 +319,15 @@ def _device_text(devices: Sequence[int], num_devices: int) -> str:
 # ---- Compiled programs -----------------------------------------------------------------------------------------------
 
 _TIMELINE_INCHES = 8.6
-"""Width of the axes of a timeline, without the labels."""
+"""Width of the plot area of a timeline in inches, without the labels."""
 
 
 @styled
 def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
 
-    One iteration of a loop is drawn, or the program if it has no loop: of the loops with communication that contain no
-    other such loop, the one with the largest share of the step.
+    The plot shows one iteration of the innermost loop with communication; of several, the longest per step. A program
+    without loops is drawn completely.
     """
     sending = {loop.name for loop in timeline.loops if any(op.stream == "communication" for op in loop.ops)}
     loops = [loop for loop in timeline.loops if loop.name in sending and sending.isdisjoint(op.name for op in loop.ops)]
@@ -386,7 +386,7 @@ def _idle(segment: Segment) -> list[tuple[float, float]]:
 
 
 def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
-    """Return (start, end, name) of consecutive kernels of the same part of the model."""
+    """Return (start, end, name) for each group of consecutive kernels of the same part of the model."""
     found: list[tuple[float, float, str]] = []
     for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
         name = op.module.removeprefix(segment.module).strip("/").split("/")[0]
@@ -438,7 +438,7 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
 
 @styled
 def memory(reports: Mapping[str, Memory]) -> Figure:
-    """Plot the memory of a device by contents and the limit of the GPU, for several programs, by label."""
+    """Plot the memory of a device for several programs: a bar per label, divided by contents, and the GPU's limit."""
     if not reports:
         fix = "pass a label and a report.memory for each bar"
         raise problem("plots.memory", "draw reports", "there are none", fix, code="missing-argument")
@@ -547,7 +547,10 @@ def growth(found: Growth) -> Figure:
 
 
 def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
-    """Plot simulated pipeline schedules below each other, with a row per stage."""
+    """Simulate pipeline schedules and plot them, one below the other, with a row per stage.
+
+    `f`, `b`, `w` and `comm` are the durations of an op of each kind and of a message, as in `Schedule.simulate`.
+    """
     return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
 
 
@@ -555,7 +558,7 @@ def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.
 def schedule_times(
     lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
-    """Plot simulated or measured timelines of pipeline schedules below each other."""
+    """Plot simulated or measured timelines of pipeline schedules, one below the other."""
     heights = [one.stages for one, _ in lines]
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
     figure, panels = figure_of(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)
@@ -614,7 +617,7 @@ _LOAD_COLORS = ((0.0, "#2f6ea5"), (0.35, "#9cc3de"), (0.5, "#f7f6f2"), (0.65, "#
 """Colors of loads from 1/4 to 4 times the mean, logarithmic: blue below the mean, red above it."""
 _NO_LOAD = "#2b2b33"
 _MOST_WRITTEN = 16
-"""Maximum number of experts with a number in each cell and a tick for each expert."""
+"""Maximum number of experts for which each cell shows its number and each expert has a tick."""
 
 
 @styled

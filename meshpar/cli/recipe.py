@@ -108,7 +108,7 @@ class AdamW:
     final_lr: float = 0.1
     """Learning rate at the end as a fraction of `lr`. Not used by "constant"."""
     schedule_steps: int | None = None
-    """Length of the schedule; by default that of the run. If you set it, a longer run has the same first steps."""
+    """Steps of the schedule, by default the steps of the run. If it is set, a longer run has the same first steps."""
     b1: float = 0.9
     """Decay rate of the first moment."""
     b2: float = 0.95
@@ -116,7 +116,7 @@ class AdamW:
     eps: float = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Weights shrink by this times the learning rate in each step."""
+    """Decoupled weight decay: each step subtracts `weight_decay * learning rate * weight`."""
     clip_norm: float | None = 1.0
     """Clip gradients to this global norm; None disables clipping."""
     moments: str | None = None
@@ -132,7 +132,7 @@ class AdamW:
         **dict.fromkeys(("warmup_steps", "final_lr", "weight_decay"), _AT_LEAST_0),
         **dict.fromkeys(("b1", "b2", "ema"), _RATE),
     }
-    """Condition for each numeric field, and the condition in words."""
+    """Valid values of each numeric field: a condition, and the condition in words."""
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -203,7 +203,7 @@ class Muon(AdamW):
     rms: float = 0.2
     """Root mean square of a matrix's update divided by the learning rate. AdamW has 0.2 to 0.4."""
     share: bool = True
-    """Divide the work among devices with the same matrices and exchange the results, as in `mp.muon`."""
+    """Divide the work among devices that have the same matrices, and exchange the results, as in `mp.muon`."""
 
     _RULES: ClassVar = {**AdamW._RULES, "momentum": _RATE, "rms": _POSITIVE}
 
@@ -234,7 +234,7 @@ class Optax:
     """Any optax optimizer."""
 
     make: Callable[[int], optax.GradientTransformation]
-    """Function of the number of steps that returns the optimizer."""
+    """Function that receives the number of steps and returns the optimizer."""
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
         check_takes("Optax.make", self.make, ("steps",), "make=lambda steps: ...", name=named(self.make))
@@ -288,7 +288,7 @@ class Recipe:
     mesh: MeshSpec
     """Mesh axes and their sizes."""
     strategy: Strategy | Rules = dataclasses.field(default_factory=fsdp)
-    """Mapping from logical names to mesh axes."""
+    """Parallelism of the run: a strategy, or rules that map logical names to mesh axes."""
     model: ModelConfig | Model
     """Model, or its config."""
     loss: Callable[..., Any]
@@ -443,7 +443,7 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
 def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[None]:
     """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
-    The recipes are paths as in `load_recipe`. The first one is named if the exception comes from another file.
+    `recipes` are paths as in `load_recipe`. If another file raised the exception, the error names the first recipe.
     """
     try:
         yield
@@ -574,15 +574,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 # ---- Overrides: text by dotted path, typed by the field's annotation -------------------------------------------------
 
 _Texts: TypeAlias = Mapping[tuple[str, ...], str]
-"""Texts by path. The empty path is the value itself."""
+"""Path of a field -> text of its new value. The empty path means the value itself instead of a field."""
 
 
 def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     """Return a recipe with fields set from assignments "dotted.path=text".
 
     The type of the field determines how the text is read: numbers, true and false, none, words, `a,b` for tuples,
-    `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy. All are applied together, so that
-    the order of related fields does not matter. The last assignment to a field wins.
+    `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy. All assignments are applied together,
+    so the order of related fields does not matter. The last assignment to a field wins.
     """
     texts: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
@@ -602,7 +602,7 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
 
 
 def _with(value: Any, texts: _Texts, path: tuple[str, ...]) -> Any:
-    """Return `value`, which is at `path` of the recipe, with some of its fields set."""
+    """Return `value` with the fields in `texts` set. `path` is the position of `value` in the recipe, for errors."""
     if isinstance(value, type | Strategy) or not (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
         where, reason = f"`{'.'.join((*path, next(iter(texts))[0]))}`", f"the value {value!r} has no fields"
         fix = f"set `{'.'.join(path)}` itself, or change the recipe file"

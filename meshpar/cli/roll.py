@@ -3,8 +3,8 @@
     process 0   listens ── receives "meshpar 3 of 8" ── all have joined: answers, closes ─► jax's service listens
     process 3   connects, sends its number, waits ────────────────────────── answer ──────► jax's client connects
 
-Each line ends with an HMAC with the token of the run as key. The token is never sent, and lines without the HMAC are
-ignored. Without a token the key is empty, and any program that can reach the port can disturb the join.
+Each line ends with an HMAC whose key is the token of the run. The token is never sent, and lines without a valid HMAC
+are ignored. Without a token the key is empty, so any program that can reach the port can disturb the join.
 
 The service of jax does not report which process is missing: its barrier aborts without naming a task, and a process
 that reads its store before all have registered is aborted, too ("wrong service incarnation": jax 0.10 and 0.12).
@@ -24,7 +24,7 @@ from meshpar.sharding.errors import MeshparError
 
 TOKEN = "MESHPAR_TOKEN"
 """Environment variable with the token of the run. `--processes` sets it; with launchers the user does."""
-_GRACE_S = 10.0  # process 0 times out first, and reports who is missing
+_GRACE_S = 10.0  # the others wait longer, so that process 0 times out first and reports which process is missing
 _CONNECT_S = 10.0
 _POLL_S = 0.2
 _MAX_BYTES = 65_536
@@ -70,7 +70,7 @@ def _verified(line: bytes, key: bytes) -> str:
 
 
 class _Roll:
-    """The side of process 0."""
+    """The roll call as process 0 runs it: listen, count the processes, answer all of them."""
 
     def __init__(self, coordinator: str, num_processes: int, key: bytes) -> None:
         self._coordinator, self._num_processes, self._key = coordinator, num_processes, key
@@ -101,13 +101,13 @@ class _Roll:
         for connection in list(self._connections):
             connection.write(_signed(json.dumps(fields), self._key))
             connection.close()
-            with contextlib.suppress(OSError):  # it died: the timeout of jax or the watchdog ends the other processes
+            with contextlib.suppress(OSError):  # the process died; the timeout of jax or the watchdog ends the others
                 await connection.wait_closed()
         if refusal is not None:
             raise refusal
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection until it is closed. A process that dies has not joined."""
+        """Serve the connection of another process until it closes. If the process dies, it has not joined."""
         host = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
         self._connections.add(writer)
         with contextlib.suppress(OSError, ValueError):  # the peer died, or the line is too long
@@ -156,7 +156,7 @@ class _Roll:
 
 
 def _ask(coordinator: str, process_id: int, num_processes: int, key: bytes, timeout_s: float) -> list[str]:
-    """Return the answer of process 0, which may start later: the fields of an error, empty without an error."""
+    """Join as another process and wait for the answer of process 0: the fields of an error, or an empty list."""
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + timeout_s + _GRACE_S, ""
     while (left_s := deadline - time.monotonic()) > 0:

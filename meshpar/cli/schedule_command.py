@@ -70,13 +70,13 @@ def schedule(
         schedules = [_read(name)]
     else:
         schedules = [make(name, *sizes, **options)]
-    looks = [Look(schedule, schedule.simulate(**costs)) for schedule in schedules]
+    simulated = [SimulatedSchedule(schedule, schedule.simulate(**costs)) for schedule in schedules]
     if as_csv:
         from meshpar.schedules import csv
 
         click.echo(csv.text(schedules[0]), nl=False)
     else:
-        print_report(ScheduleComparison(looks) if name is None else looks[0], as_json=as_json)
+        print_report(ScheduleComparison(simulated) if name is None else simulated[0], as_json=as_json)
     if png is not None:
         from meshpar.cli import plots
 
@@ -99,8 +99,8 @@ def _read(path: str) -> Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """A schedule with its simulated times."""
+class SimulatedSchedule:
+    """A schedule with its simulated times. Prints as a grid of ops, with a row per stage."""
 
     schedule: Schedule
     times: Simulation
@@ -150,25 +150,25 @@ class Look:
 class ScheduleComparison:
     """Comparison of schedules."""
 
-    looks: Sequence[Look]
+    schedules: Sequence[SimulatedSchedule]
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [look.to_json() for look in self.looks]
+        return [each.to_json() for each in self.schedules]
 
     def __rich__(self) -> RenderableType:
-        first = self.looks[0].schedule
+        first = self.schedules[0].schedule
         columns = ("schedule", "makespan", "lockstep", "step bubble", "span bubble", "activations", "parameters")
         rows = [
             (
-                look.schedule.name,
-                f"{look.times.free.makespan:.4g}",
-                f"{look.times.lockstep.makespan:.4g}",
-                f"{look.times.free.bubble_fraction:.2%}",
-                f"{look.times.free.span_bubble_fraction:.2%}",
-                f"{look.schedule.peak_activations.max() * look.schedule.stages / look.schedule.num_parts:g} M",
-                f"{look.schedule.copies:g}x",
+                each.schedule.name,
+                f"{each.times.free.makespan:.4g}",
+                f"{each.times.lockstep.makespan:.4g}",
+                f"{each.times.free.bubble_fraction:.2%}",
+                f"{each.times.free.span_bubble_fraction:.2%}",
+                f"{each.schedule.peak_activations.max() * each.schedule.stages / each.schedule.num_parts:g} M",
+                f"{each.schedule.copies:g}x",
             )
-            for look in self.looks
+            for each in self.schedules
         ]
         caption = (
             "lockstep: all stages synchronize after each tick, an upper bound for mp.pipeline_parallel; span: from the "

@@ -77,12 +77,15 @@ from meshpar.training.step import eval_step
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Model fields that the recipe keeps with --from-hf. The Hugging Face folder sets all others."""
 REPLAYED = ("steps", "remat", "nonfinite")
-"""Fields that may change on resume and change the program. The old value is lowered again for the comparison."""
+"""Recipe fields that may change on resume although they change the program.
+
+To compare programs, the step is lowered again with the old values of these fields.
+"""
 NO_PROGRAM = (
     "name", "max_skipped", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
     "writers", "pgle", "data.prefetch", "data.cache",
 )  # fmt: skip
-"""Fields that may change on resume and do not change the program."""
+"""Recipe fields that may change on resume and do not change the program."""
 VOCAB_MULTIPLE = 128
 """The vocabulary of a tokenizer is padded to this multiple, which common mesh sizes and matmul tiles divide."""
 
@@ -354,7 +357,7 @@ def check_ids(recipe: Recipe, source: Source) -> None:
 
 @contextlib.contextmanager
 def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
-    """Lock the run folder and write the files that describe the run."""
+    """Lock the run folder, check that it belongs to this run, and write recipe.json, sharding.json and sharding.txt."""
     pod, is_first = this_pod(), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         existed = folder.exists()
@@ -383,7 +386,7 @@ def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, 
 
 @contextlib.contextmanager
 def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Remove the files that describe the run if the block fails before its first checkpoint."""
+    """Remove recipe.json, sharding.json and sharding.txt if the block fails before the first checkpoint."""
     try:
         yield
     except BaseException:
@@ -431,7 +434,7 @@ def _check_same_program(
     accept: bool,
     screen: Screen,
 ) -> None:
-    """Compare the program with the saved one, with the fields that the recipe had then.
+    """Check that the step lowers to the same program as before, up to fields that may change on resume.
 
     recipe.json stores functions by name, so only the program shows that the body of a loss has changed.
     """
@@ -490,7 +493,7 @@ def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: Path)
 
 
 def _data_line(description: Mapping[str, Any]) -> str:
-    """Format the sizes and warnings of `Source.describe`."""
+    """Format the result of `Source.describe` as a line: sizes and warnings of the data."""
     items = []
     for split, purpose in (("train", "training"), ("valid", "validation")):
         counts = description.get(split, {})
@@ -505,7 +508,7 @@ def _data_line(description: Mapping[str, Any]) -> str:
 
 
 def _fit_options(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str, Any]:
-    """Return the arguments of `fit`. Tokens and FLOPs per step and the peak FLOP/s are None if unknown."""
+    """Return keyword arguments for `fit`. Tokens per step, FLOPs per step and peak FLOP/s are None if unknown."""
     inputs, precision = batches.spec.get("inputs"), recipe.precision
     tokens = flops = None
     if inputs is not None and len(inputs.shape) == 2 and np.issubdtype(inputs.dtype, np.integer):
@@ -593,7 +596,7 @@ def _report(
 
 
 def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:
-    """Return the bits per byte of the model and of bigram models on the same held-out tokens, if the data is text."""
+    """Return bits per byte of the model and of bigram models on the same held-out tokens; empty without text data."""
     if not hasattr(source, "baseline") or not valid.get("loss"):  # a loss of 0 has no ratio to bits per byte
         return {}
     baseline = source.baseline("served")
@@ -610,9 +613,9 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
 def continued(
     state: TrainState, config: Any, batch: Any, *, num_tokens: int, seed: int, model: Any = None, **how: Any
 ) -> list[list[int]]:
-    """Sample continuations of prompts with equal lengths; returns tokens, [prompts, positions].
+    """Sample continuations of prompts that have the same length. Return token ids, [prompt, position].
 
-    The model is by default that of the state.
+    `model` is by default the model of the state.
     """
     from meshpar.models.sampling import generate
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from meshpar.cli.recipe import Recipe
 
 ROWS, SEQ_LEN = 16, 16
-"""Shape of the batch. Each mesh of eight devices can divide the examples into two micro-steps."""
+"""Shape of the batch: examples and positions. Any mesh of eight devices can divide it into two micro-steps."""
 MOST_BYTES = 2**28
-"""Maximum size of the parameters. Each host device stores a few copies."""
+"""Maximum bytes of the model's parameters, because each host device stores a few copies."""
 QUICKLY = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 """Compiler flags for short compile times: each program runs only seven steps."""
 
@@ -137,9 +137,10 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
 
 
 def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
-    """Return host arrays of `ROWS` examples: random tokens for a shipped decoder, else the first of the recipe's data.
+    """Return a batch of `ROWS` examples as host arrays.
 
-    Random tokens have `weights`: a different number of counted tokens in each example, sometimes none.
+    Models of `meshpar.models` get random tokens with random `weights`, so that each example has a different number of
+    counted tokens, sometimes none. Other models get the first examples of the recipe's data.
     """
     import jax
     import numpy as np
