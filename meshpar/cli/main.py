@@ -386,8 +386,8 @@ def _train(
             option, reason = "--text" if text else "--tokenizer", f"the data of the recipe is {type(data).__name__}"
             fix = "use a recipe whose data is TextData, such as recipes/gpt_stdlib.py"
             raise problem(option, "train on your text", reason, fix, code="conflict")
-        data = dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
-        config = config.replace(data=data)
+        replaced: Any = {"files": tuple(text), "sources": {}} if text else {}
+        config = config.replace(data=dataclasses.replace(data, tokenizer=tokenizer or data.tokenizer, **replaced))
     sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
     outcome = run(
         config,

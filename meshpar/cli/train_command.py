@@ -36,6 +36,7 @@ from meshpar.cli.recipe import (
 from meshpar.cli.run_lock import lock_run_folder
 from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
+from meshpar.data.mixture import MixedSource
 from meshpar.data.source import Source
 from meshpar.hardware.clusters import peak_flops_per_s
 from meshpar.hardware.compile_options import fingerprint
@@ -260,10 +261,14 @@ def _hooks(
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
     averaged = None if averages_of(setup.abstract.opt_state) is None else ema_params
-    valid = source.valid(setup.batch_sharding)
+    mixture = source if isinstance(source, MixedSource) else None
+    batches = source.valid if mixture is None else mixture.valid_by_source
+    weights = None if mixture is None else mixture.shares
 
     def more_metrics(record: Record) -> dict[str, Any]:
-        return {**expert_load.line(record), **goodput.line(record)}
+        progress = {} if mixture is None else mixture.progress(record.step)
+        mixed = {f"data/{name}/{key}": values[key] for name, values in progress.items() for key in ("share", "epochs")}
+        return {**expert_load.line(record), **goodput.line(record), **mixed}
 
     return [
         expert_load,
@@ -271,7 +276,13 @@ def _hooks(
         JsonlWriter(folder / "metrics.jsonl", also=more_metrics),
         *writers(recipe.writers, folder, config=_json_finite(recipe.to_json()), also=more_metrics),
         ProgressBar(stream=screen.stream, also=expert_load.words),
-        Validator(validation, valid, every=recipe.validate_every or recipe.steps, of=averaged),
+        Validator(
+            validation,
+            batches(setup.batch_sharding),
+            every=recipe.validate_every or recipe.steps,
+            of=averaged,
+            weights=weights,
+        ),
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps, retries=recipe.checkpoint_retries),
         Preemption(),
     ]
@@ -499,6 +510,7 @@ def _data_line(description: Mapping[str, Any]) -> str:
         counts = description.get(split, {})
         unit = next((unit for unit in ("tokens", "examples") if unit in counts), None)
         items += [f"{counts[unit]:,} {unit} for {purpose}"] if unit else []
+    items += [f"{source['weight']:.1%} from {name}" for name, source in description.get("sources", {}).items()]
     if count := description.get("in_parts"):
         items.append(f"{count:,} conversations in parts, because their template changes earlier turns")
     if unused := description.get("unused_fields"):
@@ -564,6 +576,8 @@ def _report(
     missing = missing_steps(curves, result.step)
     if missing:
         summary["missing_steps"] = missing
+    if isinstance(source, MixedSource):
+        summary["sources"] = source.progress(result.step)
     if loads is not None:
         summary["experts"] = experts.worst_layer(loads)
     if unused := source.describe().get("unused_fields"):

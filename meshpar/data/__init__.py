@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshpar.data.batches import Batch, Batches, Sharding, ValidBatches
     from meshpar.data.chat import ChatData, ChatSource
     from meshpar.data.corpus import TextData, TextSource
+    from meshpar.data.mixture import MixedSource
     from meshpar.data.rows import ArrayRows, Rows, Windows
     from meshpar.data.source import DataSource, Source
     from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -26,6 +27,6 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [  # noqa: RUF022
     "ArrayData", "ArraySource", "Baseline", "CrossEntropy", "bigram_baseline", "Batch", "Batches", "Sharding",
-    "ValidBatches", "ChatData", "ChatSource", "TextData", "TextSource", "ArrayRows", "Rows", "Windows", "DataSource",
-    "Source", "ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
+    "ValidBatches", "ChatData", "ChatSource", "TextData", "TextSource", "MixedSource", "ArrayRows", "Rows", "Windows",
+    "DataSource", "Source", "ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
 ]  # fmt: skip

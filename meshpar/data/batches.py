@@ -110,21 +110,19 @@ class Batches(Iterator[Batch]):
       sharding: sharding of the batches. Each process reads only the examples for its devices.
       prefetch: number of batches prepared in the background.
       extra: additional values that a state must match.
+      order: the index of the row at each position of the endless stream of examples. By default, all rows are
+        shuffled in each epoch.
     """
 
     def __init__(
         self, rows: Rows, *, batch_size: int, seed: int, fingerprint: str, sharding: Sharding = None,
-        prefetch: int = PREFETCH, extra: Mapping[str, Any] | None = None,
+        prefetch: int = PREFETCH, extra: Mapping[str, Any] | None = None, order: Any = None,
     ) -> None:  # fmt: skip
-        import grain
-
         self._assembly = _Assembly(rows, batch_size, sharding, dataset="training set")
         self.spec = self._assembly.spec
         """Global shape, dtype and sharding of the arrays of a batch."""
         self._identity = {"seed": seed, "batch_size": batch_size, "fingerprint": fingerprint, **(extra or {})}
-        # In grain, epoch e of seed s has the order of epoch 0 of seed s + e. Hashed seeds do not share orders.
-        hashed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
-        self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat()
+        self._order = shuffled(0, len(rows), seed=str(seed)) if order is None else order
         self._batch_size, self._prefetch = batch_size, prefetch
         # Python and jax need about 1000 bytes per batch, in addition to its data.
         needed_bytes = prefetch * (sum(x.size * x.dtype.itemsize for x in self.spec.values()) + 1000)
@@ -165,7 +163,7 @@ class Batches(Iterator[Batch]):
                 requested, reason = f"resume a run with {key} {state.get(key)!r}", f"this run has {key} {expected!r}"
                 fix = f"set {key} to {state.get(key)}, or start a new run"
                 if key == "fingerprint":
-                    fix = "restore the data (files, tokenizer, separator, split), or start a new run"
+                    fix = "restore the data (files, weights, tokenizer, separator, split), or start a new run"
                 raise problem("Batches.set_state", requested, reason, fix, "conflict")
         self.close()
         self.step = state["step"]
@@ -181,6 +179,15 @@ class Batches(Iterator[Batch]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def shuffled(start: int, stop: int, *, seed: str) -> Any:
+    """Return the indices from `start` to `stop` as an infinite `grain.MapDataset`, in a new order per epoch."""
+    import grain
+
+    # In grain, epoch e of seed s has the order of epoch 0 of seed s + e. Hashed seeds do not share orders.
+    hashed = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "big")
+    return grain.MapDataset.range(start, stop).shuffle(seed=hashed).repeat()
 
 
 class ValidBatches:

@@ -23,8 +23,9 @@ import numpy as np
 from jaxtyping import Integer, UInt
 
 from meshpar.data.batches import PREFETCH
+from meshpar.data.mixture import MixedSource, check_sources, open_mixture
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import TokenSource, check_fields, checked_files
+from meshpar.data.source import TokenSource, check_fields
 from meshpar.data.split import split_rows
 from meshpar.data.streams import mapped, spooled, writing, zeros
 from meshpar.data.template import DATE, EXTRAS, Template, check_day
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_ROWS = 64
 """Number of incomplete rows to consider when packing. Bounds the time of packing."""
+_SUFFIXES = (".jsonl", ".parquet")
 _FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
@@ -48,11 +50,15 @@ class ChatData:
     conversation) and `weights` (1 for targets in the assistant's answers, otherwise 0).
     """
 
-    files: tuple[str, ...]
-    """.jsonl and .parquet files, globs or folders. Each line or row is a conversation.
+    files: Mapping[str, tuple[str, ...]] | tuple[str, ...] = ()
+    """.jsonl and .parquet files, globs or folders. Each line or row is a conversation. A mapping has the files of each
+    name in `sources`.
 
     `tools` (a list of JSON schemas, or the same as a string) and `documents` of a record are rendered if the template
     reads them. Unused fields are logged once and counted in `describe()`."""
+    sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of a mixture, as in `TextData`: the fraction of the rows that is drawn from each source. All
+    conversations of a row are from the same source."""
     field: str = "messages"
     """Field with a list of `{"role": ..., "content": ...}`. Reasoning may have the name `reasoning_content`, `thinking`
     or `reasoning`; templates can read it under all three names."""
@@ -72,7 +78,7 @@ class ChatData:
     """Number of batches prepared in the background."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "files", checked_files("`ChatData.files`", self.files, "chats.jsonl"))
+        check_sources(self, default=(), example="chats.jsonl")
         for name, types in (("field", str), ("tokenizer", str | Path), ("template", str | Path | None), ("date", str)):
             if not isinstance(value := getattr(self, name), types):
                 requested, fix = f"use {value!r}"[:100], f'write {name}="..."'
@@ -84,15 +90,19 @@ class ChatData:
         """Return the shapes and dtypes of a batch. Does not read the files."""
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in _FIELDS}
 
-    def open(self, *, batch_size: int, seed: int) -> ChatSource:
-        """Read, render, tokenize and pack the conversations."""
+    def open(self, *, batch_size: int, seed: int) -> ChatSource | MixedSource:
+        """Read, render, tokenize and pack the conversations. With `sources`, the result is a `MixedSource`."""
+        if self.sources:
+            return open_mixture(self, _SUFFIXES, batch_size=batch_size, seed=seed)
+        assert isinstance(self.files, tuple)
+        files = self.files
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
         unused: collections.Counter[str] = collections.Counter()
 
         def conversations() -> Iterator[list[Conversation]]:
             extras = [name for name in EXTRAS if name in template.reads and name != self.field]
-            for record in records(find(self.files, (".jsonl", ".parquet")), self.field, extras):
+            for record in records(find(files, _SUFFIXES), self.field, extras):
                 unused.update(record.other_fields)
                 fields = dict(record.fields)
                 rendered = template.render(record.where, fields.pop(self.field), **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,10 +12,11 @@ from jaxtyping import UInt
 
 from meshpar.data.baseline import Baseline, bigram_baseline
 from meshpar.data.batches import PREFETCH
+from meshpar.data.mixture import MixedSource, check_sources, open_mixture
 from meshpar.data.rows import Windows
-from meshpar.data.source import TokenSource, check_fields, checked_files
+from meshpar.data.source import TokenSource, check_fields
 from meshpar.data.streams import Streams, token_streams
-from meshpar.data.text import STDLIB, Reading, find
+from meshpar.data.text import FOLDER_SUFFIXES, STDLIB, Reading, find
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
 from meshpar.sharding.errors import check_positive_int
 
@@ -23,8 +25,12 @@ from meshpar.sharding.errors import check_positive_int
 class TextData:
     """Text files, split into training and validation documents, tokenized, and cut into windows of `seq_len` tokens."""
 
-    files: tuple[str, ...] = (STDLIB,)
-    """Files, globs, folders of .txt/.py/.md/.jsonl/.parquet, or `stdlib`: the source of Python's standard library."""
+    files: Mapping[str, tuple[str, ...]] | tuple[str, ...] = (STDLIB,)
+    """Files, globs, folders of .txt/.py/.md/.jsonl/.parquet, or `stdlib`: the source of Python's standard library.
+    A mapping has the files of each name in `sources`."""
+    sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of a mixture: the fraction of the examples that is drawn from each source. A name is a file, folder or
+    glob, unless `files` has its files. The options below apply to each source."""
     text_field: str = "text"
     """Field of a .jsonl line, or column of a .parquet file, with the text."""
     max_bytes: int | None = None
@@ -46,7 +52,7 @@ class TextData:
     """Number of batches prepared in the background."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "files", checked_files("`TextData.files`", self.files, STDLIB))
+        check_sources(self, default=(STDLIB,), example=STDLIB)
         check_fields(self)
         if self.max_bytes is not None:
             check_positive_int("TextData", "the number of bytes of text to read", max_bytes=self.max_bytes)
@@ -55,8 +61,11 @@ class TextData:
         """Return the shapes and dtypes of a batch. Does not read the files."""
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in ("inputs", "targets")}
 
-    def open(self, *, batch_size: int, seed: int) -> TextSource:
-        """Read, split and tokenize the text."""
+    def open(self, *, batch_size: int, seed: int) -> TextSource | MixedSource:
+        """Read, split and tokenize the text. With `sources`, the result is a `MixedSource`."""
+        if self.sources:
+            return open_mixture(self, FOLDER_SUFFIXES, batch_size=batch_size, seed=seed)
+        assert isinstance(self.files, tuple)
         tokenizer = load_tokenizer(self.tokenizer, separator=self.separator)
         reading = Reading(files=find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
         streams = token_streams(reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache)

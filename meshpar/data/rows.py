@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -76,3 +76,28 @@ class ArrayRows:
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
         return {name: array[self._selection[indices]] for name, array in self._arrays.items()}
+
+
+class JoinedRows:
+    """Concatenation of row sets with the same arrays.
+
+    Attributes:
+      starts: index of the first row of each set.
+    """
+
+    def __init__(self, sets: Sequence[Rows]) -> None:
+        self._sets = sets
+        ends = np.cumsum([len(rows) for rows in sets])
+        self.starts, self._num_rows = [0, *ends[:-1].tolist()], int(ends[-1])
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+        set_of_row = np.searchsorted(self.starts, indices, side="right") - 1
+        joined: dict[str, np.ndarray] = {}
+        for number in np.unique(set_of_row) if len(indices) else [0]:
+            is_in_set = set_of_row == number
+            for name, array in self._sets[number].read(indices[is_in_set] - self.starts[number]).items():
+                joined.setdefault(name, np.empty((len(indices), *array.shape[1:]), array.dtype))[is_in_set] = array
+        return joined

@@ -74,8 +74,12 @@ class RowSource(Source):
     def train(self, sharding: Sharding = None) -> Batches:
         return Batches(
             self.train_rows, batch_size=self.batch_size, seed=self.seed, fingerprint=self.fingerprint,
-            sharding=sharding, prefetch=self.data.prefetch, extra=self._extra,
+            sharding=sharding, prefetch=self.data.prefetch, extra=self._extra, order=self.order(),
         )  # fmt: skip
+
+    def order(self) -> Any:
+        """Return the argument `order` of `Batches`."""
+        return None
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
         options = {"batch_size": self.batch_size, "prefetch": self.data.prefetch}

@@ -459,36 +459,51 @@ class Validator(Hook):
 
     Args:
       step: the evaluation step, from `eval_step`.
-      batches: a list, or an object that yields the same batches in each iteration.
+      batches: a list, or an object that yields the same batches in each iteration; or a mapping of names to these. With
+        a mapping, the metrics of an entry `web` have names such as `loss/web`, and `loss` is the weighted mean.
       every: steps between two validations; None validates after the last step only.
       of: function from the training state to the state to evaluate, such as `mp.ema_params`.
+      weights: weights of the entries of a mapping, with the sum 1.
     """
 
     def __init__(
-        self, step: Any, batches: Iterable[PyTree], *, every: int | None,
-        of: Callable[[TrainState], TrainState] | None = None,
+        self, step: Any, batches: Iterable[PyTree] | Mapping[str, Iterable[PyTree]], *, every: int | None,
+        of: Callable[[TrainState], TrainState] | None = None, weights: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         if iter(batches) is batches:
             reason, fix = "an iterator is exhausted after one pass", "use a list, or a re-iterable object"
             raise problem("Validator(batches=...)", "validate repeatedly", reason, fix, code="wrong-type")
+        if (weights or {}).keys() != (batches if isinstance(batches, Mapping) else {}).keys():
+            reason, fix = "a mapping of batches needs a weight for each name", "pass both with the same names"
+            raise problem("Validator(weights=...)", "average over batches", reason, fix, code="conflict")
         self._step, self._batches, self._every, self._of = step, batches, _check_every("Validator", every), of
+        self._weights = weights
 
     def on_dispatched(self, run: Run) -> None:
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
             run.drain()
             began = time.perf_counter()
             with run.within("validate"):
-                metrics = self._means(run.state if self._of is None else self._of(run.state))
+                metrics = self._metrics(run.state if self._of is None else self._of(run.state))
             run.validation = Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began)
             for hook in run.hooks:
                 hook.on_validation(run, run.validation)
 
-    def _means(self, state: TrainState) -> dict[str, float]:
+    def _metrics(self, state: TrainState) -> dict[str, float]:
+        if self._weights is None or not isinstance(self._batches, Mapping):
+            return self._means(state, self._batches)
+        by_name = {name: self._means(state, self._batches[name]) for name in self._weights}
+        means: collections.Counter[str] = collections.Counter()
+        for name, weight in self._weights.items():
+            means.update({metric: weight * value for metric, value in by_name[name].items()})
+        return {**means, **{f"{metric}/{name}": x for name, values in by_name.items() for metric, x in values.items()}}
+
+    def _means(self, state: TrainState, batches: Iterable[PyTree]) -> dict[str, float]:
         """Combine the scalar metrics of all batches."""
         results: list[dict[str, float]] = []
         counts: set[str] = set()
         in_flight: collections.deque[Mapping[str, Any]] = collections.deque()
-        for batch in self._batches:
+        for batch in batches:
             in_flight.append(self._step(state, batch))
             counts = {name for name, x in in_flight[-1].items() if is_counted(x)}
             if len(in_flight) > STEPS_IN_FLIGHT:

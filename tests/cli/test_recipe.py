@@ -135,6 +135,18 @@ def test_a_wrong_name_lists_similar_names(assignment, suggestion):
     assert suggestion in error.value.fix
 
 
+def test_override_of_a_mixture():
+    files = 'data.files={"web": "a", "code": ["b", "c"]}'
+    recipe = small().override(files, 'data.sources={"web": 0.7, "code": 1}')
+    assert recipe.data == TextData(
+        seq_len=16, files={"web": ("a",), "code": ("b", "c")}, sources={"web": 0.7, "code": 1.0}
+    )
+    assert recipe.override("data.sources.web=2", "data.files.web=d").data.sources == {"web": 2.0, "code": 1.0}
+    assert small().override("data.files=a,b").data.files == ("a", "b")
+    with raises("out-of-range", "sources['web']"):
+        recipe.override("data.sources.web=nan")
+
+
 @pytest.mark.parametrize(
     ("code", "where", "assignments"),
     [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from meshpar.cli.train_command import check_ids
 from meshpar.data import ArrayData
+from tests.cli.test_main import write_recipe
 from tests.cli.test_recipe import small
 from tests.errors import raises
 
@@ -33,3 +36,31 @@ def test_check_ids_accepts_the_vocabulary_and_ignored_targets():
 def test_check_ids_names_the_array_and_the_id(name, value):
     with raises("out-of-range", f"data array `{name}`"):
         checked(**{name: (7, value)})
+
+
+def test_mixture_from_the_command_line_reports_its_sources(meshpar, tmp_path):
+    recipe, text = write_recipe(tmp_path), tmp_path / "text"
+    files = {"web": f"{text}/[0-4].txt", "code": f"{text}/[5-7].txt"}
+    options = [
+        "--out",
+        tmp_path,
+        "--set",
+        "sample=none",
+        "--set",
+        "data.valid_batches=1",
+        "--set",
+        f"data.files={files}",
+    ]
+    code, text, _ = meshpar("train", recipe, *options, "--set", 'data.sources={"web": 3, "code": 0.5}', "--steps", 2)
+    assert code == 0, text
+    assert "85.7% from web" in text
+    lines = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["data/web/share"] for line in lines if "loss" in line] == [6 / 8, 13 / 16]
+    (valid,) = (line for line in lines if "val_loss" in line)
+    assert valid["val_loss"] == pytest.approx((6 * valid["val_loss/web"] + valid["val_loss/code"]) / 7)
+    summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    assert summary["sources"]["code"]["examples"] == 3
+    assert lines[-2]["data/code/epochs"] == summary["sources"]["code"]["epochs"] > 0
+    code, _, error = meshpar("train", recipe, *options, "--set", 'data.sources={"web": 2, "code": 0.5}', "--steps", 2)
+    assert code == 2
+    assert "data.sources.web was 3.0 and is 2.0" in error
