@@ -17,12 +17,12 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 MicroStep = Callable[[PyTree, PyTree, jax.Array], "MicrobatchTotals"]
-"""(extra, examples, key) -> totals of a micro-step."""
+"""A function (extra, examples, key) -> loss, metrics, gradients and new variables of a micro-step."""
 
 
 def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, extra: PyTree, examples: PyTree,
                key: jax.Array) -> MicrobatchTotals:  # fmt: skip
-    """Return loss and gradients of a micro-step. Frozen parameters have no gradient."""
+    """Return loss, metrics, gradients and new variables of a micro-step. Frozen parameters have no gradient."""
 
     def loss_of_trained(trained: PyTree, overwritten: PyTree) -> Any:
         variables = {**extra, **overwritten} if overwritten else extra
@@ -35,7 +35,7 @@ def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, e
 
 
 def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, keys: jax.Array) -> MicrobatchTotals:
-    """Add the totals of micro-steps, with `[count, ...]` batches and keys, in a scan."""
+    """Run micro-steps in a scan and add their totals. Arrays in `batches` and `keys` are `[count, ...]`."""
 
     def body(sums: MicrobatchTotals, xs: tuple[PyTree, jax.Array]) -> tuple[MicrobatchTotals, None]:
         new = step(sums.extra, *xs)
@@ -50,21 +50,21 @@ def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, keys: jax.Array
 
 
 def micro_keys(key: jax.Array, count: int) -> jax.Array:
-    """Return PRNG keys of micro-steps, `[count]`."""
+    """Return a PRNG key for each micro-step, `[count]`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
 def grad_specs(setup: Setup, options: StepOptions) -> PyTree:
     """Return the specs of gradients after the backward pass.
 
-    Without accumulation, gradients have the sharding of the optimizer state, so that ZeRO-1 uses a reduce-scatter, with
+    Without accumulation, these are the specs of the optimizer state. ZeRO-1 then uses a reduce-scatter, which sends
     half the bytes of an all-reduce.
     """
     return setup.layout.updates if options.accumulate == 1 else setup.layout.grads
 
 
 def compute_params(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
-    """Return sharded parameters in the compute dtype. The cast comes before the gather."""
+    """Cast parameters to the compute dtype while they are sharded, so that the all-gather sends fewer bytes."""
     return params if dtype is None else constrained(in_compute(setup, params, dtype), setup.named(setup.layout.params))
 
 

@@ -1,11 +1,11 @@
-"""Rebalancing of experts: they move between ranks without a change of the model function.
+"""Rebalancing of experts: move them between ranks without changing the function of the model.
 
 A placement permutes the experts and the outputs of the router, so it only renumbers the experts. If each rank sends its
-local tokens to the experts, with a capacity or dropless, outputs are bitwise equal: the weights of `route`, the dropped
-tokens and the order of summation do not depend on the numbers of the experts, except for tokens with exactly equal
-scores. Outputs change in four cases, which are reported as warnings:
+local tokens to the experts, outputs are bitwise equal, with and without a capacity. Routing weights, dropped tokens and
+the order of summation do not depend on the experts' numbers, unless a token has exactly equal scores. Outputs change in
+four cases, which are reported as warnings:
 
-- `bound_factor`: assignments above the bound between two ranks are dropped, and moved experts change their number.
+- `bound_factor`: assignments above the bound between two ranks are dropped, and their number depends on the placement.
 - Tokens replicated over the expert axes: each rank sums over its local experts, so outputs change by rounding.
 - `Routing(choice="expert")`: outputs of experts are summed in the order of their numbers.
 - `implementation="node-first"`: outputs are summed node by node.
@@ -32,20 +32,20 @@ from meshpar.sharding.types import Names, PyTree, axis_sizes, owner_of, problem,
 from meshpar.training.state import Setup, TrainState
 
 ExpertLeaves = dict[str, tuple[Names, str]]
-"""Leaves with a dim named `expert`, by path: their names, and the path in the model that a scope selects."""
+"""Leaves with a dim named `expert`, by path. Each has its logical names and the path of its parameter."""
 
 
 class Rebalanced(NamedTuple):
-    """A model with rebalanced experts."""
+    """The result of `rebalance_experts`."""
 
     state: Any
-    """The TrainState or the parameters, as they were passed."""
+    """The new TrainState, or the new parameters if parameters were passed."""
     placements: dict[str, tuple[ExpertPlacement, ...]]
-    """Placements of the layers, by the path of the loads ("" for loads without a path)."""
+    """Placements of the layers, by the keys of `loads` ("" if `loads` is an array)."""
 
     @property
     def gain(self) -> float:
-        """Return the sum over layers of the busiest rank's load before, divided by that after."""
+        """Ratio of the busiest rank's load, summed over layers, before and after the move."""
         layers = [placement for placements in self.placements.values() for placement in placements]
         after = sum(max(placement.after) for placement in layers)
         return sum(max(placement.before) for placement in layers) / after if after else 1.0
@@ -77,7 +77,7 @@ def rebalance_experts(
       The new state and the placements of the layers.
 
     Warns:
-      UserWarning: experts move, and outputs are not bitwise equal.
+      UserWarning: outputs change, in one of the four cases listed for this module.
 
     Raises:
       MeshparError: invalid loads; no router among the leaves; missing names or number of ranks; `groups` differs from
@@ -147,7 +147,7 @@ def _leaves_of_state(state: TrainState, names: Mapping[str, Names]) -> dict[str,
 
 
 def _vectors_of_routers(state: TrainState, params: ExpertLeaves, names: Mapping[str, Names]) -> ExpertLeaves:
-    """Return the variables in the modules of routers whose shape is the number of experts."""
+    """Return the variables of router modules that have a value per expert, such as the balancing bias."""
     leaves = _with_paths(state.extra, names)
     shapes = {path: x.shape for path, x in tree_leaves_with_paths(state.params)}
     for router, (router_dims, _) in params.items():

@@ -66,12 +66,15 @@ class Lora:
         try:
             re.compile(self.modules)
         except (re.error, TypeError) as error:
-            reason, fix = "it must be a regular expression for full paths of linear layers", "use a str"
+            reason, fix = (
+                f"it is not a regular expression ({error})",
+                'write r".*/(query|value)", for full paths of layers',
+            )
             raise problem("lora", f"set modules={self.modules!r}", reason, fix, code="bad-syntax") from error
 
     @property
     def scale(self) -> float:
-        """The scale of the product of the pair."""
+        """Factor of the product A B, `alpha / rank`."""
         return self.alpha / self.rank
 
     trained = TRAINED
@@ -91,7 +94,8 @@ class Lora:
             where, requested, "unsupported-feature",
             (model.lora is not None, "it already has adapters", "use the model without adapters"),
             (model.is_explicit, "adapters do not support mp.explicit", "remove mp.explicit"),
-            (model.kind == "functions", "plain functions have no named layers", "add x @ a @ b, and use trainable="),
+            (model.kind == "functions", "plain functions have no named layers",
+             "add x @ a @ b in the function, and select a and b with init_state(trainable=...)"),
         )  # fmt: skip
         check_bits("lora(dtype=...)", self.dtype)
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
@@ -117,13 +121,15 @@ class Lora:
         return (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
 
     def matches(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return the paths of matching linear layers, from all their paths and the shapes of parameters."""
+        """Return the paths in `layers` that the pattern matches. `params` has the shapes of all parameters, by path."""
         where, pattern = f"lora(modules={self.modules!r})", re.compile(self.modules)
         for path, shape in params.items():
             module = path.rpartition("/")[0]
             is_other = len(shape) > 1 and not {path, module} & set(layers)
             is_matched = is_other and (pattern.fullmatch(path) or pattern.fullmatch(module))
-            reason = f"`{path}` {list(shape)} is not the matrix of a linear layer; routers and tables are not"
+            reason = (
+                f"`{path}` {list(shape)} is not the matrix of a linear layer (nor are routers and embedding tables)"
+            )
             fix = "write a pattern that does not match it"
             check_cases(where, "add adapters to it", "unsupported-feature", (is_matched, reason, fix))
         paths = [path for path in sorted(layers) if pattern.fullmatch(path)]

@@ -66,7 +66,7 @@ class ShardingTable(Printed):
     params: tuple[Decision, ...]
     grads: tuple[Decision, ...]
     optimizer: tuple[Decision, ...]
-    """Empty without an optimizer."""
+    """Decisions for the optimizer state. Empty without an optimizer."""
     extra: tuple[Decision, ...]
     """Variables of the model other than parameters."""
     idle: tuple[str, ...] = ()
@@ -183,19 +183,19 @@ def shardings(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableLayout:
-    """The table, and pytrees of PartitionSpecs like the parts of the state."""
+    """The sharding table, and a pytree of PartitionSpecs for each part of the training state."""
 
     table: ShardingTable
     params: PyTree
     grads: PyTree
     updates: PyTree
-    """Specs of optimizer state with the shape of parameters, in which the update is computed."""
+    """Specs in which the optimizer update is computed, like the optimizer state of each parameter."""
     optimizer: PyTree
     extra: PyTree
     variables: Variables
-    """Shapes and dtypes."""
+    """Shapes and dtypes of the model's arrays."""
     opt_state: PyTree
-    """Shapes and dtypes."""
+    """Shapes and dtypes of the optimizer state."""
 
 
 @apart()
@@ -262,10 +262,10 @@ def lay_out(
 
 
 def resolve_by_stage(leaf: Leaf, rules: Rules, mesh: MeshLike, strategy: Strategy) -> Decision:
-    """Return the decision of `rules.resolve`, unless pipeline stages have unequal numbers of layers.
+    """Resolve a leaf. Stacked layers have a special layout if pipeline stages have unequal numbers of layers.
 
-    Shards have equal sizes. Unequal stacks of layers are therefore sharded over the stages along another dim between
-    steps, and a step sends the layers to their stages.
+    JAX needs shards of equal sizes. Between steps, such stacks are therefore sharded over the stages along another dim,
+    and each step sends the layers to their stages.
     """
     pipeline, rule, sizes = strategy.pipeline, rules.name_rule("layers"), axis_sizes(mesh)
     axis = None if pipeline is None else pipeline.axis
@@ -326,7 +326,7 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
 def optimizer_decisions(
     tx: optax.GradientTransformation, opt_state: PyTree, updates: Sequence[Decision], mesh: MeshLike
 ) -> list[Decision]:
-    """Return the decisions for optimizer state, from its parameters. Other leaves, such as counts, are replicated."""
+    """Return the decisions for optimizer state: like its parameters, and replicated for leaves such as counts."""
     by_path = {decision.path: decision for decision in updates if decision.leaf.is_trained}
 
     no_owner = object()  # None would be an empty subtree
@@ -383,7 +383,10 @@ def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: MeshLike) ->
 
 
 def _kept_dims(shape: tuple[int, ...], param: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Return the parameter dim of each dim of an optimizer leaf, with None for new dims, or None if shapes differ."""
+    """Return the dim of the parameter that each dim of an optimizer leaf corresponds to, with None for new dims.
+
+    Returns None if the shapes do not match.
+    """
     num_new = len(shape) - len(param)
     if num_new > 0 and shape[num_new:] == param:
         return (*[None] * num_new, *range(len(param)))

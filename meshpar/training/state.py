@@ -40,7 +40,7 @@ from meshpar.training.sharding_table import ShardingTable, TableLayout, Trainabl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """The origin and the shardings of a state. Compared by identity, because it is part of the key of programs."""
+    """Model, optimizer, strategy and shardings of a state. Compared by identity, as a key of compiled programs."""
 
     model: Model
     tx: optax.GradientTransformation
@@ -51,7 +51,7 @@ class Setup:
     layout: TableLayout
     trainable: Trainable = None
     unconstrained_losses: list[Any] = dataclasses.field(default_factory=list, repr=False)
-    """Steps whose loss functions constrain no activation."""
+    """Training steps whose loss functions constrain no activation."""
 
     @property
     def table(self) -> ShardingTable:
@@ -71,7 +71,7 @@ class Setup:
         return with_auto_axes("mesh", self.given_mesh)
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated_sharding(self) -> NamedSharding:
         """The replicated sharding on the user's mesh, for metrics."""
         return NamedSharding(self.given_mesh, PartitionSpec())
 
@@ -153,7 +153,9 @@ class Setup:
         optimizer = self.named(self.layout.optimizer, self.given_mesh)
         optimizer = self._offloaded(lambda sharding: sharding.with_memory_kind("pinned_host"), optimizer)
         params, extra = self.named((self.layout.params, self.layout.extra), self.given_mesh)
-        return self._state(params, optimizer, extra, self.whole, (self.whole, self.whole))
+        return self._state(
+            params, optimizer, extra, self.replicated_sharding, (self.replicated_sharding, self.replicated_sharding)
+        )
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -170,7 +172,7 @@ class Setup:
         )
 
     def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
-        """Call a bound model in any context of jax."""
+        """Call a function on the mesh of the step, whatever mesh is set in jax's context."""
         returns_types = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
         with replacing_mesh(self.mesh):
             args, kwargs = with_auto_types((args, kwargs))
@@ -193,7 +195,7 @@ class Setup:
 
     @apart()
     def begin(self, params: PyTree, extra: PyTree, key: jax.Array | int) -> TrainState:
-        """Return the state before the first step for existing arrays with the shardings of `shardings`."""
+        """Return the initial state for existing arrays, which must be sharded as in `shardings`."""
 
         def init_rest(key_data: jax.Array, trained: PyTree) -> tuple[PyTree, jax.Array]:
             _, step_key = jax.random.split(jax.random.wrap_key_data(key_data))  # as in `init`
@@ -381,9 +383,9 @@ def _check_devices(where: str, mesh: AnyMesh) -> None:
 
 @apart()
 def load_params(state: TrainState, params: PyTree) -> TrainState:
-    """Return a state with pretrained weights and a new optimizer state. It shares other arrays with the input.
+    """Return a state with pretrained weights and a new optimizer state.
 
-    Arrays that appear several times are copied.
+    All other arrays are shared with the input state. An array that appears several times is copied.
 
     Args:
       state: the state.

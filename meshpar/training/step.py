@@ -99,7 +99,7 @@ class _Program:
         return self._programs[setup], batch
 
     def _may_constrain_outputs(self, setup: Setup) -> bool:
-        """Return whether outputs of modules are constrained if the model does not constrain its activations."""
+        """Return whether the step may constrain outputs of modules, if the model does not constrain its activations."""
         return setup.model.kind != "functions" and _may_move_activations(setup)
 
     @apart()
@@ -147,7 +147,7 @@ class TrainStep(_Program):
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
             functools.partial(self._step, traced),
-            (setup.shardings, setup.whole),
+            (setup.shardings, setup.replicated_sharding),
             donate_argnums=0,  # the new state reuses the buffers of the old one
             in_shardings=(setup.shardings, setup.batch_shardings),
             compiler_options=dict(self.compile_options(setup)) or None,
@@ -282,7 +282,7 @@ class EvalStep(_Program):
     def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         return setup.jit(
             functools.partial(self._evaluate, traced),
-            setup.whole,
+            setup.replicated_sharding,
             in_shardings=(setup.shardings, setup.batch_shardings),
             compiler_options=dict(self.compile_options(setup)) or None,
         )
@@ -343,8 +343,8 @@ def _check_parameters(setup: Setup, precision: Precision) -> None:
         is_quantized, is_exact = setup.strategy.quantize is not None, not jnp.issubdtype(leaf.dtype, jnp.inexact)
         check_cases(
             f"train_step, parameter `{leaf.path}` of dtype {leaf.dtype.name}", "train it", "wrong-dtype",
-            (is_other and jnp.issubdtype(leaf.dtype, jnp.floating), "init_state had another precision",
-             f"pass precision=mp.Precision(params={precision.params!r}) to it"),
+            (is_other and jnp.issubdtype(leaf.dtype, jnp.floating), "init_state was called with a different precision",
+             f"pass precision=mp.Precision(params={precision.params!r}) to init_state"),
             (leaf.is_trained and is_exact, "integers have no gradient", "freeze it with init_state(trainable=...), or "
              "store it as an nnx.Variable, in a Linen collection, or with from_functions(keeps_state=True)"),
             (is_quantized and jnp.issubdtype(leaf.dtype, jnp.complexfloating), "the kernels quantize real numbers",
@@ -415,7 +415,7 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
         old, new = (of_tree.get(path, ((), None)) for of_tree in types)
         if old[1] is None or new[1] is None:
             reason = f"it exists only {'after' if old[1] is None else 'before'} the forward pass"
-            fix = "return it from the loss function as a metric, or create it with the model (NNX's `sow` does later)"
+            fix = "return it from the loss function as a metric, or create it with the model (`sow` creates it later)"
         elif old[0] != new[0] or (old[1] != new[1] and jnp.promote_types(old[1], new[1]) != old[1]):
             was, now = (f"{dtype.name}{list(shape)}" for shape, dtype in (old, new))
             reason, fix = f"it is {was} before the forward pass and {now} after it", "keep its shape and dtype"
@@ -507,7 +507,7 @@ def _batch_sizes(batch: PyTree) -> set[int]:
 def _constraining_modules(
     setup: Setup, examples: PyTree, trains: bool
 ) -> contextlib.AbstractContextManager[Boundaries]:
-    """Apply rules for activations to the outputs of modules. Without any constraints, shard outputs like the batch."""
+    """Apply activation rules to module outputs. If the model has no constraints, shard outputs along the batch."""
     sizes, is_explicit = _batch_sizes(examples), setup.model.is_explicit
     return constrain_module_outputs(
         max(sizes, default=0),
@@ -553,7 +553,7 @@ def _check_constraints(setup: Setup, boundaries: Boundaries) -> None:
 def _optimizer_update(
     setup: Setup, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, PyTree]:
-    """Return the optimizer's updates and new state. Pass only the extra arguments that it takes."""
+    """Return the optimizer's updates and new state. Pass only the `extra_args` that the optimizer takes."""
     update = optax.with_extra_args_support(setup.tx).update
     parameters = inspect.signature(update).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -16,7 +16,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
 Gradients = Callable[[Loss, StepOptions, TrainState, PyTree, jax.Array], MicrobatchTotals]
-"""(loss, options, state, batch, key) -> loss, metrics and gradients, summed over the parts of the global batch."""
+"""A function (loss, options, state, batch, key) -> loss, metrics and gradients, summed over the global batch."""
 
 
 PLAIN = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize'
@@ -79,7 +79,7 @@ class GradientEngine:
     uses_local_batch: bool = False
     """True if the loss function is traced per device, inside a `shard_map` over the batch axes."""
     compile_options: Callable[[Setup, StepOptions], Options] = lambda setup, options: {}
-    """XLA options that the engine needs."""
+    """Returns the XLA options that the engine needs."""
 
 
 def unsupported(feature: Feature, label: str) -> MeshparError:

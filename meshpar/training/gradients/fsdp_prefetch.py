@@ -105,9 +105,9 @@ class LayerLayout(NamedTuple):
     is_trained: PyTree = None
     """Boolean pytree, True for trainable weights. `None` means that all weights are trainable."""
     are_sliced: bool = False
-    """True if a layer runs on slices of the batch, whose weight gradients are summed."""
+    """True if a layer runs on slices of the batch (`interleave`). The weight gradients of slices are then summed."""
     rows: SliceRows | None = None
-    """The batch of a slice, if matmuls may leave gradients unreduced. `scatter` then accepts `Own` leaves."""
+    """Batch sharding of a slice. If set, matmuls leave gradients unreduced (`Own`), and `scatter` reduces them."""
 
     def trained(self, tree: PyTree) -> PyTree:
         """Replace the leaves of frozen weights by None."""
@@ -150,7 +150,7 @@ def _run_layers(setup: Setup, at: str, layer: Layer, x: Any, inputs: tuple[PyTre
 
 
 def _slice_rows(setup: Setup, x: PyTree) -> SliceRows | None:
-    """Return the batch of a slice, or None if the sequence is sharded or the mesh has Explicit axes."""
+    """Return the batch sharding of a slice, or None if the sequence is sharded or the mesh has Explicit axes."""
     like = max(jax.tree.leaves(x), key=jnp.ndim)
     spec = spec_of(jax.ShapeDtypeStruct(like.shape[:2], like.dtype), *("batch", "seq")[: like.ndim])
     batch_axes, sequence_axes = (axes_of_spec(PartitionSpec(*entries)) for entries in (spec[:1], spec[1:]))
@@ -160,7 +160,7 @@ def _slice_rows(setup: Setup, x: PyTree) -> SliceRows | None:
 
 
 def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
-    """Return the spec of a layer without some mesh axes. Axes that shard experts remain."""
+    """Return the spec of a layer that is gathered over `axes`. Axes that shard experts remain."""
     expert_axes: set[str] = set()
     if decision.leaf.is_expert:
         dims = zip(decision.spec[1:], (decision.leaf.names or ())[1:], strict=False)
@@ -199,13 +199,14 @@ def prefetched(layer: Layer, x: Any, inputs: tuple[PyTree, PyTree], layout: Laye
 
 @dataclasses.dataclass(eq=False)
 class _PrefetchedStack:
-    """Forward and backward pass of stacked layers, with all layers but the last in a loop.
+    """Forward and backward pass of stacked layers. All layers but the last run in a loop.
 
-    The gather of the head and the reduction of its gradient overlap with the last layer.
+    The last layer runs outside the loop, and overlaps with the gather of the head and the reduction of its gradient.
     """
 
     body: Callable[..., Any]
-    """(x, weights, smooth, fixed, *consts) -> ((y, loss), metrics)."""
+    """(x, weights, smooth, fixed, *consts) -> ((y, loss), metrics). `smooth` and `fixed` are the floating-point and the
+    integer extra inputs of the layer."""
     layout: LayerLayout
     vjps: dict[str, tuple[Any, list[int | None]]] = dataclasses.field(default_factory=dict)
     """For "loop" and "last": the structure of the backward function, and the index of each residual among the arguments

@@ -16,12 +16,14 @@ from meshpar.training.state import Setup
 def deferred_axes(
     strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...], needed: Iterable[Feature] = ()
 ) -> tuple[str, ...]:
-    """Return the axes over which gradients are reduced once, although each micro-step reduces them over other axes.
+    """Return the axes over which gradients are reduced once, after the micro-steps ("once_across_groups").
+
+    Each micro-step reduces gradients over the other batch axes. The result is empty in other modes.
 
     Args:
       strategy, options: strategy and options of the step.
       batch_axes: mesh axes that shard the batch.
-      needed: features that the model needs. The default of `hsdp` applies if the engine supports them.
+      needed: features that the model needs. By default, `hsdp` uses "once_across_groups" if that engine supports them.
     """
     group_axes = strategy.group_axes(batch_axes)
     if not group_axes or options.accumulate == 1 or strategy.pipeline is not None:

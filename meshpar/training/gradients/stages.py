@@ -48,7 +48,7 @@ from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Return loss, metrics and gradients of a batch as means over microbatches, which replace micro-steps."""
+    """Return loss, metrics and gradients of a batch, averaged over the microbatches of the pipeline."""
     setup, pipeline = state.setup, state.setup.strategy.pipeline
     assert pipeline is not None
     params = compute_params(setup, state.params, options.precision.compute)
@@ -92,9 +92,10 @@ def compile_options(setup: Setup, options: StepOptions) -> Options:
 def reads_of_layers(
     loss: Loss, setup: Setup, params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array
 ) -> dict[str, tuple[bool, bool, bool]]:
-    """Return, by path, whether the F, B and W operations of a microbatch read a parameter of the layers.
+    """Return whether the F, B and W operations of a microbatch read each parameter of the layers, by path.
 
-    Parameters (in the compute dtype), extra, and a microbatch of a device are shapes. `key` is key data.
+    F is the forward pass, B the input gradient, W the weight gradient. All arguments are shapes: `params` in the
+    compute dtype, `examples` of a microbatch of a device, and `key` as raw key data.
     """
     pipeline = setup.strategy.pipeline
     assert pipeline is not None
@@ -152,19 +153,21 @@ class _ChunkedModel:
     # -- Parameters ---------------------------------------------------------------------------------------------------
 
     def split(self, params: PyTree) -> Params:
-        """Return lists of leaves, with stacks as `[chunk, most layers of a chunk, ...]`."""
+        """Split parameters into two lists of leaves. Stacks become `[chunk, max layers of a chunk, ...]`."""
         stacks, embedding_and_head = self.partition(jax.tree.leaves(params))
         if self.is_even:
             return Params([x.reshape(len(self.counts), -1, *x.shape[1:]) for x in stacks], embedding_and_head)
         return Params([x[self.layer_indices] for x in stacks], embedding_and_head)
 
     def joined(self, params: Params) -> PyTree:
-        """Return the inverse of `split`. Leaves that are None stay None."""
+        """Undo `split`. Leaves that are None stay None."""
         return self._tree([None if x is None else self.by_layer(x) for x in params.chunks], params.embedding_and_head)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
-        """Return `[chunk, most layers of a chunk, ...]` as `[layers, ...]` without padding, or `[chunk, 1, ...]` as
-        `[chunk, ...]`."""
+        """Reshape `[chunk, max layers of a chunk, ...]` to `[layers, ...]`, and remove the padding.
+
+        `[chunk, 1, ...]` becomes `[chunk, ...]`.
+        """
         flat = x.reshape(-1, *x.shape[2:])
         if self.is_even or x.shape[1] != max(self.counts):
             return flat
@@ -176,7 +179,7 @@ class _ChunkedModel:
 
     @property
     def layer_indices(self) -> np.ndarray:
-        """Indices of the layers, `[chunk, most layers of a chunk]`. The last layer pads shorter chunks."""
+        """Indices of the layers, `[chunk, max layers of a chunk]`. Shorter chunks repeat their last layer."""
         counts = np.asarray(self.counts)[:, None]
         return np.minimum(np.arange(counts.max()), counts - 1) + counts.cumsum()[:, None] - counts
 
@@ -215,7 +218,7 @@ class _ChunkedModel:
         return jax.tree.unflatten(self.structure, [next(remaining[is_layer]) for is_layer in self.is_layer])
 
     def layers_of_chunk(self, inputs: PyTree, chunk: jax.Array) -> PyTree:
-        """Select the layers of a chunk in arrays `[layers, ...]`. The parameters contain only the chunk already."""
+        """Select the layers of a chunk in arrays `[layers, ...]`. Other arrays, such as its parameters, are kept."""
 
         def select(x: jax.Array) -> jax.Array:
             if x.shape[:1] != (sum(self.counts),) or len(self.counts) == 1:
@@ -331,7 +334,7 @@ class _Epilogue:
     metrics: frozenset[str]
     """Names of the metrics that use the `Aux`."""
     share: jax.Array | float
-    """Factor of the auxiliary loss in the loss."""
+    """The constant by which the loss function multiplies the auxiliary loss."""
     _run: Callable[[PyTree, Aux | None], tuple[dict[str, jax.Array], PyTree]]
 
     @staticmethod

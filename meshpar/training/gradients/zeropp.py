@@ -73,7 +73,7 @@ class QuantizedGather:
     """Specs of the parameters and gradients over the batch axes."""
 
     def gather_all(self, params: PyTree, key: jax.Array) -> PyTree:
-        """Return the full weights in the compute dtype, without a gradient rule."""
+        """Return the full weights in the compute dtype. The gather cannot be differentiated; use `scatter_all`."""
         return self._map(lambda leaf, x: self._decode(leaf, self._encode(leaf, x, key), x.shape), params)
 
     def scatter_all(self, grads: PyTree, key: jax.Array) -> PyTree:
@@ -81,14 +81,14 @@ class QuantizedGather:
         return self._map(lambda leaf, g: self._scatter(leaf, g, key), grads)
 
     def gather_unstacked(self, params: PyTree, key: jax.Array) -> PyTree:
-        """Gather all weights except for the stacks that `gather_layer` gathers. Gradients are scattered.
+        """Gather all weights that `gather_layer` does not gather. The backward pass scatters their gradients.
 
         Shards are float32 or a larger dtype, and so are gradients. The PRNG key is equal on all ranks.
         """
         return self._map(lambda leaf, x: x if leaf.per_layer else self._gather(leaf, x, key), params)
 
     def gather_layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
-        """Gather the weights of a layer, whose path in the model ends in `at`. Gradients are scattered."""
+        """Gather the weights of a layer, whose path ends in `at`. The backward pass scatters their gradients."""
 
         def gather(path: Any, x: jax.Array) -> jax.Array:
             leaf = leaf_at(at, path_str(path), self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
@@ -195,7 +195,7 @@ class QuantizedGather:
         return self.quantize.weights, self.quantize.gradients
 
     def _levels(self, leaf: _Leaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the batch axes within a node and across nodes. Without secondary shards all axes are inner axes."""
+        """Return the gathered axes in a node and across nodes. Without secondary shards, all are in the first tuple."""
         secondary = spec_axes(self.quantize.secondary)
         inner = tuple(axis for axis in leaf.gathered_axes if axis in secondary)
         if not inner:
