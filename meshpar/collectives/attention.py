@@ -1,9 +1,10 @@
 """Blockwise attention on a device, and ring attention over a sharded sequence.
 
-A tile is a run of queries against a run of keys. Tiles that a mask excludes are not computed. The softmax is online, in
-float32 or higher precision. The backward pass recomputes tiles from the saved log-sum-exp of each query. In the ring,
-queries stay on their rank, while keys and values, and then their gradients, are passed around. A tile is computed with
-plain matmuls or with the kernel of a library, whose results are combined by their log-sum-exps.
+A tile pairs a block of consecutive queries with a block of consecutive keys. Tiles that a mask excludes are not
+computed. The softmax is online, in float32 or higher precision. The backward pass recomputes tiles from the saved log-
+sum-exp of each query. In the ring, queries stay on their rank, while keys and values, and then their gradients, are
+passed around. A tile is computed with plain matmuls or with the kernel of a library, whose results are combined by
+their log-sum-exps.
 
 Shape suffixes: B batch, t local positions (n tiles of s positions each), K key/value heads, G query heads per key/value
 head, H = K G query heads, D head width, N ranks.
@@ -41,14 +42,14 @@ from meshpar.sharding.errors import (
 ORDERS = ("zigzag", "contiguous")
 
 Tiles: TypeAlias = Int[Array, "P 2"]
-"""Indices (tile of queries, tile of keys) of P tiles."""
+"""Indices (block of queries, block of keys) of P tiles."""
 _Half: TypeAlias = Literal["all", "first", "second"]
-"""The part of a list of tiles to compute."""
+"""Which half of a list of tiles to compute, or "all"."""
 _Segments: TypeAlias = tuple[Int[Array, "n B s"], Int[Array, "N n B s"]]
 """Segments of the local tiles, and of the tiles of all ranks."""
 Carry = TypeVar("Carry")
 TILE = 512
-"""Default number of positions of a tile of plain matmuls, which limits the scores in memory to `B H 512²`."""
+"""Default tile size of plain matmuls, in positions. The scores of a tile have `B H 512²` elements."""
 
 
 class TileKernel(NamedTuple):
@@ -191,7 +192,7 @@ def _attend(ring: _Ring, q: Array, k: Array, v: Array, segments: Array | None, s
 
 
 class _Ring(NamedTuple):
-    """The static arguments."""
+    """Static arguments of the attention kernels. Without a ring, `num_ranks` is 1."""
 
     axis: Axis
     num_ranks: int
@@ -203,7 +204,7 @@ class _Ring(NamedTuple):
     kernel: TileKernel | None = None
 
     def next(self, x: Array) -> Array:
-        """Receive from the previous rank. After step s, rank i has the block of rank i - s."""
+        """Send `x` to the next rank and return what the previous rank sent. After s calls it is from rank i - s."""
         return send_on_ring(x, self.axis, 1, self.num_ranks)
 
     def starts(self, rank: Any, n: int, size: int) -> Int[Array, " n"]:
@@ -227,7 +228,7 @@ class _Visibility(NamedTuple):
 
 
 def _visibility(ring: _Ring, q: Array, segments: _Segments | None, s: Any) -> _Visibility:
-    """Return the restrictions for the keys of the rank s places back."""
+    """Return the restrictions for the keys of the rank `s` places back on the ring."""
     if ring.num_ranks == 1:
         return _Visibility(None, None if segments is None else segments[:1] * 2)
     rank = lax.axis_index(ring.axis)
@@ -290,7 +291,7 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tu
 
 
 def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array, None]:
-    """Compute gradients. The gradients of a block of keys follow it around the ring, a step later."""
+    """Compute gradients. Each block of keys travels around the ring, and its gradients follow one step later."""
     q, kv, o, lse, segments = saved
     N, dtype = ring.num_ranks, _at_least_float32(q.dtype)
     of_queries = (q, do, lse, jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1) if ring.kernel is None else o)
@@ -333,9 +334,9 @@ _attention.defvjp(_forward, _backward)
 
 
 def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """`lax.fori_loop` as a while loop, in which policies of `jax.checkpoint` save nothing.
+    """Run a `lax.fori_loop` as a while loop, inside which `jax.checkpoint` saves nothing.
 
-    In a scan, a policy that saves matmuls would save the scores of all tiles.
+    In a scan, a remat policy that saves matmuls would save the scores of all tiles.
     """
 
     def body(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
@@ -349,7 +350,7 @@ def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carr
 
 
 def _local_tiles(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry, half: _Half = "all") -> Carry:
-    """Compute the tiles of the local queries and keys. Local positions increase in both orders."""
+    """Compute the tiles of the local queries with the local keys. In both orders, local positions are increasing."""
     n, size = len(q), q.shape[-2]
     window = n * size if ring.window is None else ring.window
     reach = (window + size - 2) // size  # number of earlier tiles that the first query of a tile sees
@@ -366,9 +367,9 @@ def _local_tiles(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry
 def _remote_tiles(
     ring: _Ring, s: Any, q: Array, visible: _Visibility, work: Callable[..., Carry], carry: Carry, half: _Half = "all"
 ) -> Carry:
-    """Compute the tiles of the local queries with the keys of the rank `s` places back.
+    """Compute the tiles of the local queries with the keys of the rank `s` places back on the ring.
 
-    With causal attention a tile is visible fully or not at all, so no mask is applied within a tile.
+    The causal mask includes or excludes each of these tiles as a whole, so no mask is applied within a tile.
     """
     n, size = len(q), q.shape[-2]
 
@@ -413,7 +414,7 @@ def _for_tiles(tiles: Tiles, tile: Callable[[Carry, Array], Carry], carry: Carry
     return _loop(0, len(tiles), lambda p, carry: tile(carry, take(tiles, p)), carry)
 
 
-# ---- A tile. Its index is (i, j): tile of queries, tile of keys. -----------------------------------------------------
+# ---- A tile. Its index is (i, j): block of queries, block of keys. ---------------------------------------------------
 
 
 def _tile_forward(

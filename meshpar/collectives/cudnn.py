@@ -22,13 +22,13 @@ from meshpar.collectives.kernel_checks import attention_errors
 
 
 @contextlib.contextmanager
-def refusals_told(*arrays: Array) -> Iterator[None]:
-    """Turn errors of cuDNN into a `MeshparError`: it is not installed, or does not support these arrays."""
+def cudnn_errors(*arrays: Array) -> Iterator[None]:
+    """Raise a `MeshparError` if cuDNN is not installed or does not support these arrays."""
     install = "if cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one)"
     device = jax.sharding.get_abstract_mesh().abstract_device
     with attention_errors("cudnn", install, *arrays):
         if device is not None and device.platform == "cpu":
-            raise RuntimeError("the mesh is of CPU devices")
+            raise RuntimeError("the mesh has CPU devices")
         yield
 
 
@@ -39,7 +39,7 @@ def tile_forward(q_BHsD: Array, k_BKsD: Array, v_BKsD: Array, *, scale: float, c
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    with refusals_told(q_BHsD, k_BKsD, v_BKsD):
+    with cudnn_errors(q_BHsD, k_BKsD, v_BKsD):
         mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
         options: dict[str, Any] = {"scale": scale, "mask_type": mask, "qkv_layout": "BNTH"}
         o_BHsD, lse_BHs = cudnn.dot_product_attention(q_BHsD, k_BKsD, v_BKsD, return_residual=True, **options)
@@ -57,7 +57,7 @@ def tile_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Array, Array, Array]:
-    """Return the contribution of a tile to the gradients of q, k and v. `o` and `lse` are over all keys."""
+    """Return the contribution of a tile to the gradients of q, k and v. `o` and `lse` are computed over all keys."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK

@@ -1,4 +1,4 @@
-"""tokamax's flash attention, with FLOPs in the name of the scope.
+"""tokamax's flash attention. The named scope of each call contains its FLOPs.
 
 Shape suffixes: B batch, T positions, H query heads, K key/value heads, D head width.
 """
@@ -16,7 +16,7 @@ from meshpar.collectives.kernel_checks import attention_errors
 KERNELS = ("mosaic", "triton")
 """Implementations that tokamax may use. Its fallback to XLA is excluded."""
 SCOPE = "tokamax_attention_"
-"""Prefix of the scope, followed by the FLOPs of each of the two matmuls of a call."""
+"""Prefix of the named scope of a call. The FLOPs of one of its two equally large matmuls follow."""
 _SCOPE = re.compile(rf"{SCOPE}(\d+)")
 
 
@@ -30,18 +30,17 @@ def flash_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Array:
-    """Compute causal attention on a device with tokamax, with arguments as in `meshpar.models.layers.causal_attention`.
+    """Compute causal attention on one device with tokamax; the reference is `reference.blockwise_attention`.
 
-    Segments become a mask of T² bytes per example, which is created in each call. The kernels do not support the
-    check of varying axes, so in a `shard_map` they need `check_vma=False`. The reference is
-    `reference.blockwise_attention`.
+    The arguments are those of `meshpar.models.layers.causal_attention`. Segments become a mask of T² bytes per example,
+    which is created in each call. Inside a `shard_map` the kernels need `check_vma=False`.
 
     Raises:
       MeshparError: tokamax is missing, or has no kernel for these arrays or this device.
     """
     num_keys = k_BTKD.shape[1]
     window_size = min(window or num_keys, num_keys)
-    num_scores = window_size * (2 * num_keys - window_size) // 2  # as `causal_share`
+    num_scores = window_size * (2 * num_keys - window_size) // 2  # within the causal mask and the window
     flops = 2 * q_BTHD.shape[0] * q_BTHD.shape[2] * q_BTHD.shape[3] * num_scores
     mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None]
     install = "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one)"
@@ -58,6 +57,6 @@ def flash_attention(
 
 
 def product_flops(scopes: str) -> int | None:
-    """Return the FLOPs of a matmul of the attention from the scopes of an operation, or None for other operations."""
+    """Return the FLOPs of one attention matmul, parsed from an operation's scopes. None for other operations."""
     match = _SCOPE.search(scopes)
     return int(match[1]) if match else None

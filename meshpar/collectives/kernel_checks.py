@@ -1,6 +1,6 @@
 """Checks of the arguments of collective kernels, before jax traces them.
 
-`kernel` is always the name of the public function, which is the `where` of the error.
+`kernel` is the name of the public function, with which the error begins.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ranks_of(kernel: str, axis: Axis) -> int:
 def ranks_of_levels(kernel: str, inner: Axis, outer: Axis) -> tuple[int, int]:
     """Return the number of ranks per node and the number of nodes."""
     sizes = ranks_of(kernel, inner), ranks_of(kernel, outer)
-    ranks_of(kernel, (*axis_names(outer), *axis_names(inner)))  # no axis is on both levels
+    ranks_of(kernel, (*axis_names(outer), *axis_names(inner)))  # raises if an axis is on both levels
     return sizes
 
 
@@ -72,7 +72,7 @@ def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
     check_cases(
         kernel, f"take the {op} of {dtype}", "wrong-dtype",
         (not jnp.issubdtype(dtype, jnp.number), "reductions need numbers", "cast it, for example to int32"),
-        (op == "mean" and not is_inexact, f"the mean is not of dtype {dtype}", to_float),
+        (op == "mean" and not is_inexact, f"the mean of {dtype} values need not be {dtype}", to_float),
         (op in ("max", "min") and is_complex, "complex numbers have no order", "reduce absolute values"),
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def check_parts(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -
 
 @contextlib.contextmanager
 def library_errors(where: str, operation: str, fix: str, *arrays: jax.Array) -> Iterator[None]:
-    """Turn errors of a library that is missing, or does not support the arrays, into a `MeshparError`."""
+    """Raise a `MeshparError` if an optional library is missing or does not support the arrays."""
     try:
         yield
     except (NotImplementedError, ExceptionGroup, RuntimeError, ValueError) as error:
@@ -121,7 +121,7 @@ def library_errors(where: str, operation: str, fix: str, *arrays: jax.Array) -> 
 
 
 def attention_errors(library: str, install: str, *arrays: jax.Array) -> contextlib.AbstractContextManager[None]:
-    """Return the `library_errors` of attention."""
+    """Return `library_errors` for an attention kernel, with blockwise attention as the alternative."""
     fix = f"{install}; for unsupported arrays, use --set model.attention=blockwise or "
     fix += 'TransformerConfig(attention="blockwise"), which runs anywhere'
     return library_errors(f'attention="{library}"', "attend with", fix, *arrays)

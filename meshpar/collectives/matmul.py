@@ -127,7 +127,7 @@ def matmul_reduce_scatter(
 
 @dataclasses.dataclass(frozen=True)
 class _MatmulPlan:
-    """The static arguments."""
+    """Static arguments of the kernels."""
 
     axis: Axis
     num_ranks: int
@@ -198,15 +198,18 @@ STRIDES = (1, -1)
 
 
 class _MatmulRing(NamedTuple):
-    """A ring as a loop: initial carry, function of steps 1 to N-1, and function from the last carry to the result."""
+    """A ring as a loop over steps 1 to N-1."""
 
     init: Any
+    """Carry before step 1."""
     step: Callable[[jax.Array, Any], Any]
+    """(step, carry) -> next carry."""
     end: Callable[[Any], Any]
+    """Last carry -> result."""
 
 
 def _run(plan: _MatmulPlan, *rings: _MatmulRing) -> list[Any]:
-    """Run rings in a common loop, because separate loops would run sequentially, and return their results."""
+    """Run rings in a common loop and return their results. Separate loops would run sequentially."""
 
     def step(T: jax.Array, carries: list[Any]) -> list[Any]:
         return [ring.step(T, carry) for ring, carry in zip(rings, carries, strict=True)]
@@ -218,9 +221,9 @@ def _run(plan: _MatmulPlan, *rings: _MatmulRing) -> list[Any]:
 def _gather_ring(
     plan: _MatmulPlan, local: jax.Array, product: Callable[[jax.Array], list[jax.Array]] | None = None
 ) -> _MatmulRing:
-    """Return a ring that gathers rows, or products of them, in the order of the ranks.
+    """Return a ring that gathers rows, or `product(rows)`, in the order of the ranks.
 
-    The product of a lane is computed while the rows of the other lane are sent.
+    The product of each lane is computed while the rows of the other lane are sent.
     """
     rank, size = lax.axis_index(plan.axis), local.shape[plan.dim]
     offsets = _lane_offsets(size)
@@ -309,11 +312,11 @@ def _after(x: jax.Array, previous: list[jax.Array]) -> jax.Array:
 
 
 def _send_after(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> jax.Array:
-    """Make `rows` depend on a product, so that XLA schedules their message after it.
+    """Make `rows` depend on a matmul's output, so that XLA schedules the message with the rows after the matmul.
 
-    XLA removes optimization barriers before scheduling. Rows are therefore replaced by zeros where the product exceeds
-    infinity. No number and no NaN does, but XLA cannot prove it. Only a column of the product is compared. It keeps all
-    row dims except `plan.dim`, because XLA may have sharded them.
+    XLA removes optimization barriers before scheduling. The dependence is therefore a `where` with the condition
+    "output > infinity". It is never true, but XLA cannot prove that. Only one column of the output is compared. The
+    column keeps all row dims except `plan.dim`, because XLA may have sharded them.
     """
     block = blocks[0]
     if not block.size or not jnp.issubdtype(block.dtype, jnp.floating):
@@ -337,7 +340,7 @@ def _times(
 
 
 def _unsharded(weight: jax.Array) -> jax.Array:
-    """Let XLA gather a weight over the axes that it controls, such as that of FSDP, once and not in each step.
+    """Gather a weight over the axes that XLA controls, such as FSDP's, before the loop and not in each step.
 
     The gathered weight is not saved, so the backward pass gathers it again.
     """

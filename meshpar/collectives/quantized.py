@@ -112,7 +112,7 @@ def dequantize(quantized: Quantized, *, shape: tuple[int, ...], dtype: Any = "fl
       dtype: dtype of the result.
 
     Raises:
-      MeshparError: the shape does not have the number of elements that was quantized, up to the padding.
+      MeshparError: the number of elements of the shape does not match the quantized blocks.
     """
     size, capacity = math.prod(shape), quantized.values.size
     is_wrong = not capacity - max(len(quantized.scales), 1) < size <= capacity
@@ -150,9 +150,9 @@ def _quantized(blocks: jax.Array, number: _Format, key: jax.Array | None) -> tup
 
 
 def _gap(x: jax.Array) -> jax.Array:
-    """Return the distance between the float8_e4m3 numbers around x: 1/8 of its power of two, but at least 2^-9.
+    """Return the distance between the two float8_e4m3 numbers around x: `max(2^floor(log2 |x|) / 8, 2^-9)`.
 
-    Values rounded to it are cast exactly, so the result does not depend on how a backend rounds casts.
+    If x is first rounded to a multiple of this distance, the cast is exact and does not depend on the backend.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32) / 8, 2.0**-9)
@@ -168,7 +168,7 @@ def _restored(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 
 
 def encoded(parts: Float[Array, "... c"], dtype: str, block: int, key: jax.Array | None) -> UInt8[Array, "... q"]:
-    """Quantize each part to a message of bytes, which XLA:CPU does not widen: the values, followed by the scales."""
+    """Quantize each part to bytes: first the values, then the scales. XLA:CPU does not widen messages of bytes."""
     number = FORMATS[dtype]
     values, scales = _quantized(_in_blocks(parts, block), number, key)
     values = values.astype(number.dtype).reshape(*parts.shape[:-1], values.shape[-2] * values.shape[-1])
@@ -199,7 +199,7 @@ def gathered_bytes(message: UInt8[Array, "... q"], axis: Axis) -> UInt8[Array, "
 def scattered_sum(
     parts: Float[Array, "N c"], *, axis: Axis, outer: Axis | None, dtype: str, block: int, key: jax.Array | None
 ) -> Float[Array, " c"]:
-    """`[N, c] -> [c]`: reduce-scatter quantized parts, ordered by node, with sums in float32."""
+    """`[N, c] -> [c]`: reduce-scatter quantized parts with sums in float32. With `outer`, parts are ordered by node."""
     if outer is None:
         return _exchange_and_sum(parts, axis, dtype, block, _rank_key(key, axis))
     num_outer, size = lax.axis_size(outer), parts.shape[-1]
@@ -252,8 +252,8 @@ def quantized_all_gather(
 
     Args:
       axis: mesh axis, or a tuple of axes that act as a single axis. With `outer`, the axis within nodes.
-      outer: the axis across nodes. The first gather is over `outer`. Its result is a second shard of the arrays, within
-        the node (hpZ). Arrays are ordered by node.
+      outer: the axis across nodes. The first gather is over `outer`, after which each node has all arrays, sharded over
+        `axis` (the second shard of hpZ). The second gather is over `axis`. Arrays are ordered by node.
       dim, tiled: see `all_gather`.
       dtype, block, key: see `quantize`. Each rank folds its index into the key.
       grad_dtype: format of the reduce-scatter of the gradient, which rounds to nearest. None: not quantized.

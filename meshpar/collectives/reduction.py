@@ -1,4 +1,4 @@
-"""All-reduce with a choice of algorithms, of an array or of many small arrays in buckets."""
+"""All-reduce with a choice of algorithms, for an array or for many small arrays in buckets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter with several algorithms, and the ring loops used by all-reduce.
 
-In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. Concurrent
-rings divide each chunk into lanes. Recursive doubling and halving (`tree.py`) send the same bytes in fewer steps if N
-is a power of two.
+In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. If several
+rings run at the same time, each chunk is split into lanes, one for each ring. Recursive doubling and halving
+(`tree.py`) send the same bytes in fewer steps if N is a power of two.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
 """
@@ -143,9 +143,9 @@ def resolve_algorithm(
 ) -> str:
     """Return `algorithm`, or for "auto" the algorithm that `choose` returns for the interconnect.
 
-    The interconnect is that of `cluster`, or else of the profile or cluster in the environment variable
-    MESHPAR_CLUSTER. Without both, GPUs in the catalogue use their data sheets and CPU devices a measured default; other
-    devices are an error. An ambient context cannot set it, because jax's cache of compiled programs would ignore it.
+    `cluster` or the environment variable MESHPAR_CLUSTER names the interconnect. Without both, GPUs in the catalogue
+    use their data sheets and CPU devices a measured default; other devices are an error. A context manager cannot set
+    the interconnect, because jax's cache of compiled programs would ignore it.
     """
     if algorithm != AUTO:
         case = cluster is not None, "only the choice of 'auto' depends on the cluster", "leave out cluster"
@@ -192,7 +192,10 @@ def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, 
 
 
 def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """All-reduce a sum in two buffers. Its transpose is cheap: with a single buffer, each step would add n elements."""
+    """All-reduce a sum as a reduce-scatter and an all-gather, each with its own buffer, for a cheap transpose.
+
+    The transpose of `ring_all_reduce`, which has a single buffer, would add n elements in each step.
+    """
     chunk = ring_reduce_scatter(flat_parts(x, num_ranks), axis, lax.add, strides)
     return unflat(ring_all_gather(chunk, axis, num_ranks, strides), x)
 

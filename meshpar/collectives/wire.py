@@ -23,16 +23,16 @@ COMBINE: dict[str, Combine] = {"sum": lax.add, "max": lax.max, "min": lax.min}
 
 
 def varying(x: jax.Array, axis: Axis) -> jax.Array:
-    """Mark `x` as varying over `axis`, as the results of permutes do and carries of loops must."""
+    """Mark `x` as varying over `axis`, as jax requires for the carry of a loop with permutes."""
     x = jnp.asarray(x)
     missing = tuple(name for name in axis_names(axis) if name not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
-    """Mark arrays as varying over `axis`, and over each axis that any array varies over.
+    """Mark all arrays as varying over `axis`, and over each axis over which one of the arrays varies.
 
-    If an array is replicated over one of these axes, jax then sums its gradient over that axis.
+    If an array is replicated over one of these axes, jax sums its gradient over that axis.
     """
     marked = [varying(x, axis) for x in arrays]
     all_axes = tuple(sorted({name for x in marked for name in jax.typeof(x).manual_axis_type.varying}))

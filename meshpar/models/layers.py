@@ -292,7 +292,7 @@ def _by_cudnn(
 ) -> Array:
     near = None if window is None else (window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": near}
-    with cudnn.refusals_told(q_BTHD, k_BTKD, v_BTKD):
+    with cudnn.cudnn_errors(q_BTHD, k_BTKD, v_BTKD):
         return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, **options, implementation="cudnn")
 
 

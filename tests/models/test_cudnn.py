@@ -81,7 +81,7 @@ def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
 
 @pytest.mark.parametrize("case", [FSDP_TP, RINGS["once"]], ids=["all positions", "ring"])
 def test_cudnn_rejects_cpu_devices(case):
-    with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
+    with pytest.raises(mp.MeshparError, match="mesh has CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
         after_a_step(config("cudnn"), case, batch())
 
 
