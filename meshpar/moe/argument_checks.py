@@ -12,7 +12,7 @@ _DTYPES = {"floating": (jnp.floating, "floating-point numbers"), "integer": (jnp
 
 
 def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floating", "integer"] = "floating") -> None:
-    """Check that an argument is an array of a kind of dtype, with dims such as "T k" ("..." for any number)."""
+    """Check the kind of dtype of an array, and its number of dims: two for "T k", any number for "..."."""
     shape, (kind, numbers) = getattr(x, "shape", None), _DTYPES[dtype]
     if shape is None or not hasattr(x, "dtype"):
         code, requested = "wrong-type", f"use a {type(x).__name__} as `{name}`"
@@ -23,11 +23,11 @@ def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floati
     else:
         return
     expected = "an array" if dims == "..." else f"an array [{', '.join(dims.split())}]"
-    raise problem(where, requested, f"it must be {expected} of {numbers}", "pass a JAX or NumPy array like that", code)
+    raise problem(where, requested, f"it must be {expected} of {numbers}", "pass such a JAX or NumPy array", code)
 
 
 def check_scores(where: str, scores: Any, experts: Any) -> None:
-    """Check that scores [T, E] and experts [T, k] describe the same tokens, and at least one."""
+    """Check that scores [T, E] and experts [T, k] describe the same tokens, and that T is at least 1."""
     check_array(where, "scores", scores, "T E")
     check_array(where, "experts", experts, "T k", "integer")
     requested = f"use scores of shape {scores.shape} with experts of shape {experts.shape}"
@@ -43,7 +43,7 @@ def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
     is_wrong = experts.shape != weights.shape or len(x) != len(experts) or not experts.size or not x.size
     requested = f"use x {x.shape}, experts {experts.shape} and weights {weights.shape}"
     reason = "they must be [T, d], [T, k] and [T, k], without dims of size 0"
-    fix = "pass k experts and k weights per token; expert -1 marks an unassigned one"
+    fix = "pass k experts and k weights per token; expert -1 means unassigned"
     check_cases(where, requested, "wrong-shape", (is_wrong, reason, fix))
 
 

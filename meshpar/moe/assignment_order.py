@@ -1,10 +1,10 @@
-"""Token-expert assignments in a new order, and differentiable movements of rows between orders.
+"""Orders of token-expert assignments, such as by expert, and differentiable moves of rows into and out of them.
 
     T tokens with k assignments each; assignment (t, j) has the index t k + j
     positions[t, j]  position of assignment (t, j) in the new order, or -1
     assignments[s]   index of the assignment at position s, or -1
 
-The two maps are inverse, so the transpose of a gather by one is a gather by the other.
+`positions` and `assignments` are inverse maps: the transpose of a gather with one is a gather with the other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshpar.moe.routing import kept
 
 
 class Order(NamedTuple):
-    """An order of the assignments."""
+    """An order of the assignments in an array with S positions."""
 
     positions: jax.Array
-    """int32 [T, k]."""
+    """int32 [T, k]: position of each assignment, or -1."""
     assignments: jax.Array
-    """int32 [S]."""
+    """int32 [S]: assignment at each position, or -1."""
 
     @property
     def tokens(self) -> jax.Array:
@@ -33,12 +33,12 @@ class Order(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether most assignments have no position. With expert choice, k is E."""
+        """Return whether some assignments have no position because S < T k, as with expert choice, where k is E."""
         return self.assignments.size < self.positions.size
 
 
 def by_expert(experts: jax.Array, num_experts: int) -> Order:
-    """Sort assignments `[T, k]` by expert, stably. Unassigned elements (E) get no position."""
+    """Sort assignments `[T, k]` by expert, stably. Unassigned elements (expert index E) get no position."""
     assignments = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     index = jnp.arange(experts.size, dtype=jnp.int32)
     positions = jnp.zeros_like(assignments).at[assignments].set(index, unique_indices=True).reshape(experts.shape)
@@ -107,7 +107,7 @@ _weighted_sum.defvjp(lambda *args: (_weighted_sum(*args), args), _weighted_sum_b
 
 
 def _combine(rows: jax.Array, weights: jax.Array | None, order: Order) -> jax.Array:
-    """Sum with a gather per assignment of a token, or with a scatter if most assignments have no position."""
+    """Sum the rows of each token with k gathers, one per assignment. If the order is sparse, use a scatter."""
     dtype = _sum_dtype(rows, rows if weights is None else weights)
     num_tokens = order.positions.shape[0]
     if order.is_sparse:
@@ -131,10 +131,12 @@ def _sum_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 
 class Permutation(NamedTuple):
-    """Movement of rows: row `sources[r]` moves to r, and row s to `targets[s]`; -1 for missing rows, which are zero."""
+    """A permutation of rows, some of which may be missing."""
 
     sources: jax.Array
+    """For each row of the result, the index of the row that moves there, or -1 for a row of zeros."""
     targets: jax.Array
+    """The inverse map: for each row of the operand, its index in the result, or -1."""
 
     @staticmethod
     def of(sources: jax.Array, size: int) -> Permutation:
@@ -147,7 +149,7 @@ class Permutation(NamedTuple):
 
 
 def inverse_of(index: jax.Array, size: int) -> jax.Array:
-    """Return the position of each number below `size` in an index without duplicates, or -1."""
+    """Invert an index without duplicates: entry i of the result is the position of i in `index`, or -1."""
     index = index.reshape(-1)
     position = jnp.arange(len(index), dtype=jnp.int32)
     return jnp.full(size, -1, jnp.int32).at[jnp.where(index < 0, size, index)].set(position, mode="drop")

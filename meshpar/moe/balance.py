@@ -30,7 +30,7 @@ def auxiliary_loss(
         P_i  mean over tokens of the score of expert i, with each token's scores divided by their sum
 
     Other definitions count assignments per token, so that f_i is k/E in balance. Here it is 1/E, and alpha has the same
-    meaning for all k. With `axis`, E + E + 2 numbers are summed over the ranks, and the gradient is that of the loss of
+    meaning for all k. With `axis`, 2 E + 2 numbers are summed over the ranks, and the gradient is that of the loss of
     the global batch.
 
     Source: Fedus et al. 2022, "Switch Transformers", section 2.2; for k > 1 and sigmoid scores, DeepSeek-AI 2024,

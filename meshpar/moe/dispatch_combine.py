@@ -18,9 +18,9 @@ full (Lepikhin et al. 2020, "GShard"; Fedus et al. 2022, "Switch Transformers").
 
 *Node-first* (`implementation="node-first"`, dropless, M nodes of K ranks): a token is sent once to each of v nodes, to
 the rank with the same inner index, which forwards it to its experts in the node and returns a weighted sum. Instead of
-T k d, T v d numbers are sent across nodes in each direction, and T k d inside nodes. Sums are complete when they are
-sent back, so rematerialization does not repeat the way back across nodes. DeepSeek-AI 2024, "DeepSeek-V3", section
-3.2.2: k = 8 assignments in v = 4 nodes.
+T k d, T v d numbers are sent across nodes in each direction, and T k d inside nodes. Rows are already weighted and
+summed when they are sent back, so rematerialization does not repeat that all-to-all. DeepSeek-AI 2024, "DeepSeek-V3",
+section 3.2.2: k = 8 assignments in v = 4 nodes.
 
 Dropped assignments add nothing to y and have no gradient. Assignments are kept in row-major order of `experts`, so the
 last tokens of a rank are dropped first. `Dispatched.dropped` counts them.
@@ -62,7 +62,10 @@ from meshpar.sharding.errors import check_cases, check_choice, check_divides, ch
 KERNEL = "dispatch"
 
 ExpertFn: TypeAlias = Callable[[jax.Array, Any], jax.Array]
-"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d']. Rows past the sum are unassigned."""
+"""(rows [R, d] sorted by local expert, group_sizes int32 [E/N]) -> [R, d'].
+
+Rows past the sum of `group_sizes` are unassigned.
+"""
 
 
 def dispatch(
@@ -80,7 +83,9 @@ def dispatch(
     chunks: int = 1,
     nodes_per_token: int | None = None,
 ) -> tuple[Float[Array, "T e"], Dispatched]:
-    """y[t] = sum over j of weights[t, j] expert_{experts[t, j]}(x[t]), with experts sharded over a mesh axis.
+    """Send tokens to the ranks of their experts, apply `expert_fn`, and return the gate-weighted sums.
+
+        y[t] = sum over j of weights[t, j] * expert_{experts[t, j]}(x[t])
 
         per device: x [T, d], experts [T, k], weights [T, k] -> y [T, d'];  rank r owns experts [r E/N, (r+1) E/N)
         2 payload all-to-alls forward and 2 backward, and 1 forward of E/N + 1 counts per rank
@@ -135,10 +140,10 @@ def dispatch(
     in_full = "buffers of fixed capacity are sent in full, with a row per assignment"
     check_cases(
         KERNEL, f"combine implementation={implementation!r}, {axis=}, {capacity=}, {bound_factor=}", "conflict",
-        (capacity is not None and bound_factor is not None, "the capacity is the bound", "leave out bound_factor"),
+        (capacity is not None and bound_factor is not None, "the capacity is a limit already", "leave out bound_factor"),
         (capacity is not None and needs_dropless, in_full, "use implementation='auto', or leave out the capacity"),
-        (implementation in TWO_LEVELS and not is_pair, "its two levels are two axes", 'pass axis=("outer", "inner")'),
-        (nodes_per_token and not is_node_first, "a row is sent per assignment", "leave out nodes_per_token"),
+        (implementation in TWO_LEVELS and not is_pair, "it needs two mesh axes", 'pass axis=("outer", "inner")'),
+        (nodes_per_token and not is_node_first, "only node-first limits the nodes", "leave out nodes_per_token"),
     )  # fmt: skip
     is_wrong = implementation == "ragged" and choice.platform_of_mesh() not in (None, *GPUS)
     case = is_wrong, "XLA supports ragged-all-to-all on GPUs only", "use 'auto', which is ragged on GPUs, or 'fixed'"

@@ -109,15 +109,15 @@ class Shape(NamedTuple):
     def exchange_counts(self, counts: jax.Array) -> jax.Array:
         """int32 [N to, c] -> [N from, c]: send row r of the counts to rank r.
 
-        XLA would combine independent all-gathers. Batch slices (`interleave`) and chunks would then
-        wait for each other's counts before sending rows.
+        It is an all-to-all because XLA would combine the all-gathers of different batch slices (`interleave`) and
+        chunks. Each would then wait for the counts of the others before sending rows.
         """
         with jax.named_scope("counts"):
             return counts if self.num_ranks == 1 else lax.all_to_all(counts, self.axis, 0, 0)
 
 
 class Arrived(NamedTuple):
-    """Rows for the local experts, with the data to send results back."""
+    """Rows that arrived for the local experts, with the data needed to send results back."""
 
     rows: jax.Array
     sizes: Any
@@ -131,7 +131,7 @@ class Arrived(NamedTuple):
     """Movement of rows from the order of arrival to the order of experts."""
     stats: Dispatched
     across: Arrived | None = None
-    """Node-first: the exchange across nodes, whose rows were forwarded."""
+    """Node-first only: the exchange across nodes. Its rows were then forwarded inside the node."""
 
 
 class Capacity(NamedTuple):
@@ -207,7 +207,7 @@ class Dropless(NamedTuple):
         return arrived._replace(rows=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
 
     def send_rows_of(self, x: jax.Array, arrived: Arrived, coding: Coding) -> jax.Array:
-        """[T, d] -> [N P, d]: send values of the tokens to the positions of their rows."""
+        """[T, d] -> [N P, d]: send rows of `x` to the ranks of their experts, and sort them by expert on arrival."""
         assert arrived.counts is not None
         rows = exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
         return rows if arrived.movement is None else move(rows, arrived.movement)
@@ -226,7 +226,7 @@ class Dropless(NamedTuple):
         return self.shape.link(self.pair_rows, self.send_rows)
 
     def _sort(self, experts: jax.Array) -> tuple[Order, jax.Array, jax.Array]:
-        """Return (order, assignments of each expert, rows sent to each expert) within the limits.
+        """Return (order of the rows sent, assignments of each expert, rows sent to each expert).
 
         Above the limit per rank, the last assignments are dropped. Above the limit of all rows, the rows of the last
         experts are dropped.

@@ -71,7 +71,7 @@ def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 
     is_number = np.issubdtype(loads.dtype, np.number) and not np.iscomplexobj(loads) and loads.ndim == 1 and loads.size
     case = (
         not is_number or not np.isfinite(loads).all() or (loads < 0).any(),
-        "loads are finite, non-negative numbers of tokens per expert",
+        "loads must be finite, non-negative numbers of tokens per expert",
         "pass `measure(...).experts.tokens` of a layer, or a sum over steps",
     )
     check_cases("place", f"place experts by loads {loads.dtype}{list(loads.shape)}", "wrong-type", case)
@@ -79,10 +79,10 @@ def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 
     check_positive_int("place", "a number of ranks or groups", num_ranks=num_ranks, groups=groups)
     fix = "pass the size of the mesh axis `expert`"
     check_divides("place", f"assign {num_experts} experts to {num_ranks} ranks", num_experts, num_ranks, fix)
-    reason = "each rank must own full groups, or each group full ranks"
+    reason = "groups must divide the experts, and each rank must own full groups or each group full ranks"
     is_wrong = num_experts % groups or (groups % num_ranks and num_ranks % groups)
-    requested, fix = f"place {groups} groups of {num_experts} experts on {num_ranks} ranks", "use other numbers"
-    check_cases("place", requested, "indivisible", (is_wrong, reason, fix))
+    requested = f"place {groups} groups of {num_experts} experts on {num_ranks} ranks"
+    check_cases("place", requested, "indivisible", (is_wrong, reason, "change groups or num_ranks"))
     by_group = np.arange(len(loads)).reshape(groups, -1)
     if groups > 1 and groups % num_ranks == 0:
         order = by_group[_balanced_order(loads[by_group].sum(1), num_ranks)].reshape(-1)
@@ -204,10 +204,10 @@ def _with_few_moves(shares: list[list[int]], size: int) -> np.ndarray:
 
 
 def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, where: str) -> None:
-    sizes, requested = dict(zip(names, x.shape, strict=True)), f"reorder experts by an order {list(order.shape)}"
+    sizes, requested = dict(zip(names, x.shape, strict=True)), f"use an order of experts of shape {list(order.shape)}"
     has_experts, is_per_layer = sizes["expert"] == order.shape[-1], order.ndim == 2
     if where == "opt_state" and is_per_layer and has_experts:
-        reason, fix = "the optimizer has a number per expert for all layers together", "place them by loads.sum(0)"
+        reason, fix = "this state has one number per expert for all layers", "place the experts by loads.sum(0)"
         fix += ", or use an optimizer whose state has the shapes of the parameters, such as optax.adamw"
         check_cases(f"`{where}/{path}`", requested, "wrong-shape", ("layers" not in sizes, reason, fix))
     is_wrong = not has_experts or (is_per_layer and sizes.get("layers") != len(order))

@@ -60,9 +60,9 @@ sum_gradient.defvjp(lambda axes, x: (varying(x, axes), None), lambda axes, _, g:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_weight(dims: Dims, dtype: Any, shard: jax.Array) -> jax.Array:
-    """All-gather a sharded weight in a dtype, over axes for each dim. Its gradient is reduce-scattered.
+    """Cast the shard of a weight to `dtype` and all-gather each dim over the mesh axes in `dims`.
 
-    Gradients are summed in the dtype of the shard.
+    The gradient is reduce-scattered in the dtype of the shard.
     """
     return _gather(dims, shard.astype(dtype))
 
@@ -75,7 +75,10 @@ def _gather(dims: Dims, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def use_gathered(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
-    """Return `gather_weight(dims, dtype, shard)` for a weight that was gathered outside of the layer."""
+    """Return `gathered` in `dtype`, with the gradient of `gather_weight`: it is reduce-scattered to `shard`.
+
+    It replaces `gather_weight` for weights that were gathered before the layer.
+    """
     return varying(gathered.astype(dtype), tuple(jax.typeof(shard).manual_axis_type.varying))
 
 

@@ -31,7 +31,7 @@ KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
 HOPPER = 9
-"""Major compute capability."""
+"""Major compute capability of Hopper GPUs."""
 
 
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
@@ -75,10 +75,10 @@ def grouped_matmul(
     Rows past the sum of `group_sizes` may have any value. Their results are zero, and they have no gradient. Products
     and the gradients of weights are summed in float32 or wider.
 
-    The blocked implementation divides each group into blocks of rows and loops over them; a block slices its weight. It
-    computes at most `cost_model.grouped_rows(R, G, block)` < R + G block rows, for the result and for each of the two
-    gradients. The number of blocks is known at run time only. The blocks that `typical_rows` need at most are therefore
-    computed in a loop of static length, whose FLOPs can be counted, and the rest in a second loop.
+    The blocked implementation divides each group into blocks of rows and loops over them. It computes at most
+    `cost_model.grouped_rows(R, G, block)` < R + G block rows, for the result and for each of the two gradients. The
+    number of blocks is only known at run time. A first loop therefore has a static length, the largest number of blocks
+    of `typical_rows` rows, so that its FLOPs can be counted. A second loop computes the remaining blocks.
 
     If `group_sizes` is a NumPy array whose elements are all R / G (buffers of fixed capacity), the result
     is a single batched matmul.
@@ -166,14 +166,14 @@ def grouped_swiglu(
     block: int | None = None,
     typical_rows: int | None = None,
 ) -> Float[Array, "R e"]:
-    """Apply SwiGLU with the weights of the row's group to each row. The reference is three times `grouped_matmul`.
+    """Apply SwiGLU to each row with the weights of the row's group. The reference is three calls of `grouped_matmul`.
 
-        silu(x . gate) * (x . up) . down:   [R, d] -> [R, f] twice -> [R, e]
+        (silu(x . gate) * (x . up)) . down:   [R, d] -> [R, f] twice -> [R, e]
 
-    The blocked implementation is a single loop over blocks, so that hidden activations exist for a block at a time, and
-    not for missing rows. For the backward pass it saves the products with gate and up of the blocks that
-    `typical_rows` need at most (without `typical_rows`, of all blocks) and recomputes the rest: nine matmuls per row,
-    forward and backward, and eleven for recomputed rows.
+    The blocked implementation is a single loop over blocks, so the hidden activations of only one block exist at a
+    time. For the backward pass the first loop of `grouped_matmul` saves the products with gate and up, and the second
+    recomputes them. Without `typical_rows` all are saved. Forward and backward take nine matmuls per saved row and
+    eleven per recomputed row.
 
     Args:
       rows: sorted by group.
@@ -225,7 +225,7 @@ def has_tokamax() -> bool:
 
 
 def has_kernels() -> bool:
-    """Return whether tokamax 0.0.17 has all kernels for the target. On Blackwell, weight gradients lack one."""
+    """Return whether tokamax 0.0.17 has all kernels for the target. On Blackwell it has none for weight gradients."""
     capability = target()[1]
     return capability is None or capability[0] == HOPPER
 
@@ -268,7 +268,7 @@ class _Plan(NamedTuple):
     max_blocks: int
     """Largest number of blocks for any group sizes."""
     static_blocks: int
-    """Blocks in the loop of static length. Their activations are saved for the backward pass; if 0, those of all."""
+    """Blocks in the loop of static length, whose activations are saved for the backward pass. If 0, all are saved."""
     fp8_recipe: str | None
 
     @staticmethod

@@ -243,12 +243,12 @@ def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _WeightAxes:
-    """Mesh axes that shard each dim of a weight."""
+    """Mesh axes that shard each dim of a weight, before and after it is gathered for the matmul."""
 
     stored: reduction.Dims
-    """Axes of the input of the `shard_map`."""
+    """Axes that shard the weight as an input of the `shard_map`."""
     used: reduction.Dims
-    """Axes that still shard it in the matmul."""
+    """Axes that still shard the weight in the matmul."""
 
 
 class _LayerAxes(NamedTuple):
@@ -362,15 +362,15 @@ def _check_expert_axes(
     case = num_local != num_experts and not is_shard, reason, fix
     check_cases("moe_layer", f"use {num_local} of {num_experts} experts", "wrong-shape", case)
     missing = sorted(set(experts) - batch)
-    reason = f"tokens are replicated over {missing}, so its ranks would all send the same tokens"
-    case = 0 < len(missing) < len(experts), reason, "include it in the rule for `batch`, as the presets do"
+    reason = f"tokens are replicated over {missing}, so the ranks along it would all send the same tokens"
+    case = 0 < len(missing) < len(experts), reason, "add it to the rule for `batch`, as the presets do"
     check_cases("moe_layer", f"dispatch tokens over {experts}", "conflict", case)
 
 
 def check_config(where: str, config: object) -> None:
     """Check that an argument is a `MoEConfig`."""
     fix = "pass moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024)"
-    case = not isinstance(config, MoEConfig), "an MoE layer is configured by a MoEConfig", fix
+    case = not isinstance(config, MoEConfig), "it must be a MoEConfig", fix
     check_cases(where, f"set config={config!r}", "wrong-type", case)
 
 
@@ -381,7 +381,7 @@ def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, 
     case = not x.size, "it has no tokens", "pass a larger batch"
     check_cases(where, f"use x of shape {x.shape}", "wrong-shape", case)
     fix = "pass moe.Weights(router=..., gate=..., up=..., down=...)"
-    case = not isinstance(weights, Weights), "they are a moe.Weights", fix
+    case = not isinstance(weights, Weights), "they must be a moe.Weights", fix
     check_cases(where, f"use weights of type {type(weights).__name__}", "wrong-type", case)
     for name, dims in (("router", "d E"), ("gate", "..."), ("up", "..."), ("down", "...")):
         check_array(where, name, getattr(weights, name), dims)

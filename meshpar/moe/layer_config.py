@@ -74,7 +74,7 @@ class MoEConfig:
 
     @property
     def nodes_visited(self) -> Callable[[int], int] | None:
-        """Return the function from the number of nodes to the nodes per token. None if rows are sent per assignment."""
+        """Return `Routing.nodes_visited` if dispatch is node-first. None if it sends one row per assignment."""
         return self.routing.nodes_visited if self.implementation == NODE_FIRST else None
 
     @property

@@ -101,7 +101,7 @@ def measure(
 
 
 def scalars(loads: Loads, *, prefix: str = "moe_") -> dict[str, Float[Array, ""]]:
-    """Return each number for the worst layer: its maximum over layers, or the minimum of the entropy.
+    """Return scalar metrics of the worst layer: each the maximum over layers, or the minimum for the entropy.
 
     Args:
       loads: loads of all layers.
@@ -202,7 +202,7 @@ def advice(loads: Loads) -> list[Advice]:
 
 
 def _uneven(load: Load) -> tuple[int, ...]:
-    """Return the layers whose ratio is above the healthy limit and above the expected ratio of a perfect router."""
+    """Return the layers whose `max_over_min` is above the healthy limit and above that of a perfect router."""
     mean = load.tokens.mean(-1)
     spread = np.sqrt(2 * mean * math.log(load.tokens.shape[-1]))
     by_chance = (mean + spread) / np.maximum(mean - spread, 1)

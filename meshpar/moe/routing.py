@@ -46,7 +46,7 @@ class Routing:
     num_experts: int
     """Number of routed experts on all ranks together. Shared experts do not count."""
     top_k: int
-    """Number of experts per token; with choice="expert", its mean."""
+    """Number of experts per token. With choice="expert", the mean number."""
     score: Score = "softmax"
     """Function from logits to scores: "softmax" over the experts, or "sigmoid" of each logit."""
     normalize: bool = True

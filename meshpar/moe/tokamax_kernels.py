@@ -22,14 +22,14 @@ PRODUCT, GRADIENTS = "tokamax_ragged_dot", "tokamax_ragged_dot_gradients"
 SCOPE = "tokamax_rows_"
 """Prefix of the kernels' named scope. The typical number of rows follows."""
 REFUSED = ('grouped_matmul(implementation="tokamax")', "multiply", "use implementation='blocked'")
-"""Parts of the error for arrays without a kernel."""
+"""First arguments of `library_errors`."""
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, typical_rows: int) -> jax.Array:
     """[R, d] . [G, d, f] -> [R, f], with rows sorted by group. Unassigned rows of the result are undefined.
 
-    Kernels skip rows past the sum of `sizes`, usually `typical_rows`. The named scope contains this number, so that
-    FLOPs of compiled programs can be counted.
+    Kernels skip rows past the sum of `sizes`, which is usually `typical_rows`. The named scope contains `typical_rows`,
+    so that FLOPs of compiled programs can be counted.
     """
     return _product.bind(rows, weights, sizes, typical_rows=typical_rows)[0]
 

@@ -31,13 +31,13 @@ class RowLink(NamedTuple):
     axis: tuple[str, ...]
     """Mesh axes, the first varying slowest; (outer, inner) if hierarchical."""
     num_ranks: int
-    """N."""
+    """Number of ranks N."""
     implementation: str
     """`fixed`, `ragged`, `hierarchical`, or `auto`: ragged if the program is compiled for GPUs, otherwise fixed."""
     pair_rows: int
-    """P. It is A if N is 1."""
+    """P, the limit of rows to the same rank. It is A if N is 1."""
     send_rows: int
-    """A."""
+    """A, the limit of rows to all ranks."""
 
 
 class RowCounts(NamedTuple):
@@ -84,7 +84,7 @@ SEND_BACK, FULL, SEND = -1, 0, 1
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchange(link: RowLink, coding: Coding, direction: int, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
-    """Send rows in a direction."""
+    """Send rows to other ranks, or back to where they came from: `direction` is `SEND`, `FULL` or `SEND_BACK`."""
     if coding.forward is None or link.num_ranks == 1:
         return _send(link, direction, rows, counts)
     message = _send(link, direction, encoded(rows, coding.forward, coding.block, None), counts)
