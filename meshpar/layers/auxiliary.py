@@ -124,8 +124,8 @@ def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[s
     check_numbers({**({f"loss.{field}": x for field, x in values.items()} or {"loss": loss}), **metrics})
     dtype = jnp.result_type(values.get("total", loss))
     is_exact = trains and not jnp.issubdtype(dtype, jnp.floating)
-    case = is_exact, f"it is {dtype.name}, which has no gradient", "return a floating mean"
-    check_cases("loss function, its loss", "differentiate it", "wrong-dtype", case)
+    case = is_exact, f"the loss is {dtype.name}, which has no gradient", "return a floating mean"
+    check_cases(f"loss function `{named(loss_fn)}`", "differentiate its loss", "wrong-dtype", case)
     return loss, metrics
 
 

@@ -29,7 +29,7 @@ from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_size
 
 
 def split_batch(x: PyTree, count: int) -> tuple[PyTree, ...]:
-    """Divide a pytree of arrays `[batch, ...]` into slices, each with an equal part of the examples of all devices."""
+    """Divide arrays `[batch, ...]` into `count` slices. Each slice has the same number of examples of every device."""
     leaves, structure = jax.tree.flatten(x)
     sliced = [_slice(leaf, count) for leaf in leaves]
     return tuple(jax.tree.unflatten(structure, [leaf[i] for leaf in sliced]) for i in range(count))

@@ -131,11 +131,11 @@ def rowwise_fp8_dot_general(
         dx[t, k] = c_t sum_n g[t, n] w[k, n]               g: b_n dy[t, n] in e4m3; c_t = max_n|b_n dy| / 448
         dw[k, n] = sum_t x[t, k] dy[t, n]                  in the original dtypes
 
-    A large value in a row does not affect the precision of other rows. The scales are outside the sums. The weight is
-    rounded once for both passes: its scales are applied to the gradient of the output before that is rounded, to e4m3
-    because a row has a small range. The gradient of the weight sums over rows. In 8 bits it would need scales over the
-    tokens of all devices, and it is the most sensitive to rounding, so it is computed in high precision. If the
-    contracted dim is sharded, XLA reduces the largest value of each row or column over its axes
+    A large value in a row does not affect the precision of other rows. The scales are outside the sums, so both passes
+    use the same rounded weight. For dx, the scales b_n of the weight are applied to dy before dy is rounded. It is
+    rounded to e4m3 because the range within a row is small. The weight gradient sums over rows. In 8 bits it would need
+    scales over the tokens of all devices. It is also the most sensitive to rounding, so it is computed in high
+    precision. If the contracted dim is sharded, XLA reduces the largest value of each row or column over its axes
     (`meshpar.parallel.expected.fp8_scales`).
 
     Source: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025 (whose backward has a scale per weight).

@@ -82,14 +82,14 @@ class EqualMean:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScalarLoss:
-    """A scalar loss. It is undefined how the losses of different parts of a batch combine."""
+    """A scalar loss without a rule for combining the losses of several parts of a batch."""
 
     value: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
-    """How the losses of the parts of a batch combine: `value` of each part is scaled so that their mean is global."""
+    """Scale of the losses of the parts of a batch. The mean of the scaled losses is the loss of the global batch."""
 
     num_parts: int = 1
     total_weight: jax.Array | None = None
@@ -108,9 +108,9 @@ class LossTerms:
     added: jax.Array | float = 0.0
     """Losses that the model reports, such as a router's. Each part counts equally."""
     metrics: dict[str, jax.Array]
-    """The loss function's own: means with the loss's weight, or counts if they are integers."""
+    """Metrics that the loss function returned. Integers are counts, other dtypes are means with the loss's weight."""
     reported: dict[str, jax.Array]
-    """The model's own: means over equal parts, or counts."""
+    """Metrics that the model reported. Integers are counts, other dtypes are means over parts of equal weight."""
 
     @staticmethod
     def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **fields: Any) -> LossTerms:

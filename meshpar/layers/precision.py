@@ -39,19 +39,19 @@ class Precision:
     """Forward and backward pass. Parameters are cast before they are gathered, so this dtype is sent. None: the dtype
     of the parameters."""
     reduce: str | None = None
-    """Sums of gradients over devices and micro-steps. None: the compute dtype, but at least float32. A lower precision
-    halves the bytes of a reduction, and rounds at each step of it. Over devices, gradients are summed in the dtype of
-    their matmul. That is this dtype in linear layers of Flax and with `dot_general`, otherwise the compute dtype (see
-    `explain`)."""
+    """Sums of gradients over devices and micro-steps. None: the compute dtype, but at least float32. A 16-bit dtype
+    halves the bytes of a reduction, but each partial sum is rounded. Devices sum a gradient in the dtype of the matmul
+    that computes it. Flax's linear layers and `dot_general` use the `reduce` dtype for this matmul, other code uses the
+    compute dtype (see `explain`)."""
 
     matmul: str | Mapping[str, str | None] | None = None
     """Format of the matmuls with weights in layers. "fp8" rounds both operands to 8-bit floats in all passes, with a
     scale per tensor (`meshpar.layers.fp8_dot.fp8_dot_general`; for experts `meshpar.moe.grouped`). "fp8-rowwise" has a
     scale per row of activations and column of a weight, and computes weight gradients in the compute dtype
     (`rowwise_fp8_dot_general`). Attention scores, router and output layer stay in the compute dtype. None: no 8-bit
-    matmuls. A mapping selects modules: from a regular expression for the full path of a module, whose submodules are
-    included, to one of these values. The last match counts. Other modules have no 8-bit matmuls. Example:
-    `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
+    matmuls. A mapping selects modules: each key is a regular expression for the full path of a module, which includes
+    its submodules, and each value is one of these formats. The last match counts. Other modules have no 8-bit matmuls.
+    Example: `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
 
     def __post_init__(self) -> None:
         if isinstance(self.matmul, Mapping):
@@ -186,7 +186,7 @@ def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> 
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the FLOPs and the equation of each matmul and convolution, multiplied by the runs of enclosing scans."""
+    """Yield (FLOPs, equation) of each matmul and convolution. FLOPs count all iterations of enclosing scans."""
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             lhs, rhs = (x.aval for x in eqn.invars[:2])
@@ -208,7 +208,7 @@ class Numerics:
     names: set[str] = dataclasses.field(default_factory=set)
     """Names for `jax.checkpoint` that the layers use."""
     gather: Any = None
-    """Gathers the weights of a layer from shards; see `meshpar.layers.scan.gathering`."""
+    """Function that gathers the weights of a layer from shards; see `meshpar.layers.scan.gathering`."""
     prefetch: Any = None
     """(path of the stacked layers, layer, x, inputs) -> result of the scan; see `training.gradients.fsdp_prefetch`."""
     interleave: int = 1
@@ -303,7 +303,7 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class NamedDot:
-    """`dot_general` for a weight whose dims have these names. Flax compares layers, so this compares by the names."""
+    """`dot_general` for a weight whose dims have these names. Equal names make equal objects, as Flax needs."""
 
     names: tuple[str | None, ...]
 

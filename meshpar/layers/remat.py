@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.sharding.types import near, problem, spec_axes
 
 MATMUL = "matmul"
-"""`checkpoint_name` of the product of a weight in a kernel, which policies cannot recognize as a matmul."""
+"""`checkpoint_name` of the product with a weight inside a kernel. jax's policies recognize plain matmuls only."""
 
 ATTENTION = "attention"
 """`checkpoint_name` of the output of attention, and of the residuals of attention kernels."""
@@ -55,8 +55,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "all_dots": _with_attention(_either(jax.checkpoint_policies.dots_saveable, _NAMED)),
     "minimal": _with_attention(_DOTS),
 }
-"""Policies by name. In addition to the input of a layer they save: no arrays; products of weights; all matmuls and
-attention; products of weights, and attention."""
+"""Policies by name. In addition to the input of a layer, "full" saves nothing, "dots" the products with weights,
+"all_dots" all matmuls and attention, and "minimal" the products with weights and attention."""
 
 
 def remat_policy(remat: str, names: set[str] | None = None) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ _LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squee
 """Operations without arithmetic. Their results may be gathered weights, which must not be saved."""
 
 _ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul", "sub", "tanh"})
-"""Operations that activations and rotations fuse. A policy that saves everything saves their inputs."""
+"""Operations of activation functions and rotary embeddings. XLA fuses them, so their inputs are saved instead."""
 
 
 def _shards_first_dim_fully(primitive: Any, params: Mapping[str, Any]) -> bool:
@@ -147,10 +147,8 @@ def _shards_first_dim_fully(primitive: Any, params: Mapping[str, Any]) -> bool:
 def regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a policy that gathers weights again in the backward pass.
 
-    It saves the result of the first gather, between nodes (`SECOND_SHARD`).
-
-    Other results are saved according to `policy`, or all of them if `policy` is None. Quantized weights are recognized
-    by the byte arrays that they are computed from.
+    It saves the result of the gather across nodes (`SECOND_SHARD`), and other results according to `policy`, or all of
+    them if `policy` is None. Quantized weights are recognized by the byte arrays that they are computed from.
     """
 
     def regather(primitive: Any, *operands: Any, **params: Any) -> Any:

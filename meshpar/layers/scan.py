@@ -114,7 +114,7 @@ Run: TypeAlias = Callable[[Layer, Any, PyTree], Any]
 
 @contextlib.contextmanager
 def running(run: Run, *, in_part: bool = False) -> Iterator[None]:
-    """Make `scan_layers` call `run` instead of a scan; `in_part` says that only a part of the model is traced."""
+    """Make `scan_layers` call `run` instead of a scan. `in_part` is True if only a part of the model is traced."""
     # jax compares contexts by equality, so each trace needs a new object.
     with within(run=_StackedRun(run, in_part)):
         yield
@@ -136,11 +136,11 @@ def is_part() -> bool:
     return is_staged() and current().run.in_part
 
 
-def keeps_are_others() -> bool:
-    """Return whether a layer must not choose the arrays that it saves for its backward pass.
+def step_selects_residuals() -> bool:
+    """Return whether the step alone selects the arrays that are saved for a layer's backward pass.
 
-    Stages keep recomputed activations until the weight-gradient step of the microbatch, as if they had been saved.
-    `remat="full"` saves only the layer's input.
+    Layers must then not use `jax.checkpoint`. With `remat="full"` only the layer's input is saved. With pipeline
+    stages, activations that a layer recomputes would be kept until its weight gradients are computed.
     """
     context = current().numerics
     return is_staged() or (context is not None and context.remat == "full")

@@ -50,7 +50,7 @@ class SliceRows:
         return math.prod(axis_sizes(self.mesh)[axis] for axis in self.axes)
 
     def are_contracted(self, product: JaxprEqn) -> bool:
-        """Return whether a matmul contracts the batch, which may be merged with further dims, as the first dims."""
+        """Return whether a matmul contracts the batch: dim 0 of both operands, merged with further dims or not."""
         contracting, batch = product.params["dimension_numbers"]
         if (0, 0) not in zip(*contracting, strict=True) or batch[0]:
             return False
@@ -69,7 +69,8 @@ class SliceRows:
         options = {name: product.params[name] for name in ("precision", "preferred_element_type")}
 
         def by_rank(x: jax.Array, contracted: Sequence[int]) -> jax.Array:
-            # Unsharded before the reshape, as in the matmul of the input gradient, so that they share an all-gather.
+            # The other dims are unsharded before the reshape. The matmul of the input gradient needs the same
+            # all-gather, so XLA merges the two.
             free = [None if dim in contracted else PartitionSpec.UNCONSTRAINED for dim in range(1, x.ndim)]
             x = self._constrain(x, *free)
             return self._constrain(x.reshape(self.ranks, -1, *x.shape[1:]), None, *free)
@@ -87,7 +88,7 @@ class SliceRows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Own:
+class Unreduced:
     """A gradient that is not reduced over ranks."""
 
     parts: jax.Array
@@ -113,9 +114,9 @@ class Own:
 def summed_first(fn: Callable[..., Any], marks: PyTree, rows: SliceRows | None) -> Callable[..., Any]:
     """Return a backward pass whose weight gradients are summed before they are rounded and reduced.
 
-    `marks` is a prefix tree of booleans, True for results that are gradients of weights. With `rows`, the batch of a
-    slice, sums of matmuls over the batch are returned as `Own`. Marked values that were rounded from float32, and sums
-    of such values, are returned in float32. Other results are the same.
+    `marks` is a prefix tree of booleans, True for results that are gradients of weights. `rows` describes the batch of
+    a slice. If it is not None, sums of matmuls over the batch are returned as `Unreduced`. Marked values that were
+    rounded from float32, and sums of such values, are returned in float32. Other results do not change.
     """
 
     def run(*args: Any) -> Any:
@@ -123,7 +124,7 @@ def summed_first(fn: Callable[..., Any], marks: PyTree, rows: SliceRows | None) 
         marked = jax.tree.leaves(jax.tree.map(lambda mark, tree: jax.tree.map(lambda _: mark, tree), marks, shapes))
         new = _rewritten(closed.jaxpr, marked, rows)
         results = jaxpr_as_fun(ClosedJaxpr(new.jaxpr, closed.consts))(*jax.tree.leaves(args))
-        leaves = [x if batch is None else Own(x, batch) for x, batch in zip(results, new.rows, strict=True)]
+        leaves = [x if batch is None else Unreduced(x, batch) for x, batch in zip(results, new.rows, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     return run
@@ -199,7 +200,10 @@ class _Program:
         return self._in_float32(x, eqn) if name in _SUMS | _LAYOUTS else None
 
     def _in_float32(self, x: Any, eqn: JaxprEqn) -> Var | None:
-        """Return the result of the equation for the unrounded operands."""
+        """Add the same equation for the float32 twins of its operands, and return the twin of its result.
+
+        Return None if an operand has no such twin.
+        """
         operands = [self.twin(operand) for operand in eqn.invars]
         if any(operand is None or operand in self.by_rank for operand in operands):
             return None

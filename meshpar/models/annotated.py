@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from meshpar.layers.precision import NamedDot
-from meshpar.layers.scan import keeps_are_others
+from meshpar.layers.scan import step_selects_residuals
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import PAIR, problem
 
@@ -93,7 +93,7 @@ class Norm(nnx.RMSNorm):
         """Normalize x along its last dim."""
         assert self.scale is not None
         assert mask is None
-        if keeps_are_others():
+        if step_selects_residuals():
             return super().__call__(x)
         return rms_norm(self.epsilon, x, self.scale[...])
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, Integer
 
 from meshpar.collectives.attention import capped
 from meshpar.layers.auxiliary import is_listening
-from meshpar.layers.scan import Aux, keeps_are_others, scan_layers, with_aux
+from meshpar.layers.scan import Aux, scan_layers, step_selects_residuals, with_aux
 from meshpar.models import context_attention as context
 from meshpar.models import layers
 from meshpar.models import overlapped_matmul as overlap
@@ -92,7 +92,7 @@ class MLP(nnx.Module):
         else:
             h_BTE = layers.block_input(h_BTE)
             both = [self.gate(h_BTE), self.up(h_BTE)]
-        run = down if keeps_are_others() else jax.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
+        run = down if step_selects_residuals() else jax.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
         return run(*(checkpoint_name(x_BTM, name) for x_BTM, name in zip(both, ("gate", "up"), strict=True)))
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 import meshpar as mp
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.precision import dot_general as dot
-from meshpar.layers.slice_gradients import Own, SliceRows, summed_first
+from meshpar.layers.slice_gradients import SliceRows, Unreduced, summed_first
 from meshpar.models import TransformerConfig
 from meshpar.models.transformer import MLP
 from tests.equal import mesh_of
@@ -69,7 +69,7 @@ def gradient(use, mesh, dtype, *, first):
         spec = jax.P("fsdp")
         return (
             dw.reduced(spec)
-            if isinstance(dw, Own)
+            if isinstance(dw, Unreduced)
             else jax.lax.with_sharding_constraint(dw, jax.NamedSharding(mesh, spec))
         )
 
@@ -135,7 +135,7 @@ def test_gradients_with_other_uses_keep_their_value():
     with mp.use_rules(rows.mesh, mp.fsdp()):
         actual, other = jax.jit(summed_first(back, (True, False), rows))(*xs, w)
     expected, expected_other = back(*xs, w)
-    assert isinstance(actual, Own)
+    assert isinstance(actual, Unreduced)
     assert actual.parts.shape == (4, WIDTH, WIDTH)
     np.testing.assert_allclose(actual.parts.sum(0), expected, rtol=1e-5)
     np.testing.assert_allclose(other, expected_other, rtol=1e-5)
@@ -169,5 +169,5 @@ def test_all_weights_of_an_mlp_are_summed_first():
             y, vjp = jax.vjp(lambda params: [nnx.merge(graph, params)(x) for _ in range(2)], params)
             return summed_first(lambda dy: vjp(dy)[0], True, SliceRows(mesh, ("fsdp",), ROWS))(y)
 
-    grads = jax.tree.leaves(jax.eval_shape(back, params, x), is_leaf=lambda leaf: isinstance(leaf, Own))
-    assert [isinstance(grad, Own) for grad in grads] == [True] * 3
+    grads = jax.tree.leaves(jax.eval_shape(back, params, x), is_leaf=lambda leaf: isinstance(leaf, Unreduced))
+    assert [isinstance(grad, Unreduced) for grad in grads] == [True] * 3

@@ -583,7 +583,7 @@ def test_invalid_trainable_is_an_error():
         step = mp.train_step(lambda model, x, key: (model.args[0]["w"].sum(), {}))
         with contextlib.nullcontext() if is_valid else raises("wrong-dtype", "parameter `n`"):
             step.trace(state, np.ones((8, 2), np.float32))
-    with pytest.raises(mp.MeshparError, match="its loss: cannot differentiate it: it is int32"):
+    with pytest.raises(mp.MeshparError, match="cannot differentiate its loss: the loss is int32"):
         mp.train_step(lambda model, x, key: (jnp.int32(1), {})).trace(state, np.ones((8, 2), np.float32))
 
 

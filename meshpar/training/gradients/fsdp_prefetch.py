@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals
 from meshpar.layers.scan import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
-from meshpar.layers.slice_gradients import Own, SliceRows, summed_first
+from meshpar.layers.slice_gradients import SliceRows, Unreduced, summed_first
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, spec_of
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
@@ -107,7 +107,7 @@ class LayerLayout(NamedTuple):
     are_sliced: bool = False
     """True if a layer runs on slices of the batch (`interleave`). The weight gradients of slices are then summed."""
     rows: SliceRows | None = None
-    """Batch sharding of a slice. If set, matmuls leave gradients unreduced (`Own`), and `scatter` reduces them."""
+    """Batch sharding of a slice. If set, matmuls return `Unreduced` gradients, which `scatter` reduces."""
 
     def trained(self, tree: PyTree) -> PyTree:
         """Replace the leaves of frozen weights by None."""
@@ -121,10 +121,10 @@ def _run_layers(setup: Setup, at: str, layer: Layer, x: Any, inputs: tuple[PyTre
     decisions = {decision.path: decision for decision in setup.table.params}
 
     def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
-        def constrain_leaf(path: Any, weight: jax.Array | Own) -> jax.Array | Ahead:
+        def constrain_leaf(path: Any, weight: jax.Array | Unreduced) -> jax.Array | Ahead:
             decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
             spec = _gathered_spec(decision, gathered_axes)
-            if isinstance(weight, Own):
+            if isinstance(weight, Unreduced):
                 return weight.reduced(spec)
             constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
             # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only the
@@ -132,7 +132,7 @@ def _run_layers(setup: Setup, at: str, layer: Layer, x: Any, inputs: tuple[PyTre
             is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
             return Ahead(weight, constrained) if is_expert_shard else constrained
 
-        return jax.tree_util.tree_map_with_path(constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Own))
+        return jax.tree_util.tree_map_with_path(constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Unreduced))
 
     def is_trained(path: Any, weight: jax.Array) -> bool:
         return leaf_at(at, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
