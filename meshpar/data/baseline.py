@@ -61,6 +61,8 @@ class Bigram:
         P(b | a) = (c(a, b) + d(a) P(b)) / (c(a) + d(a))      d(a): number of distinct tokens after a
         P(b)     = (c(b) + d / V) / (c + d)                   d: number of distinct tokens; V: vocabulary size
 
+    c(a, b), c(a) and c are the counts of a pair, of a token and of all tokens.
+
     The method has no hyperparameters, and all probabilities are positive. The memory usage is proportional to the
     number of distinct pairs.
     """

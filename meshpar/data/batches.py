@@ -31,7 +31,7 @@ Batch: TypeAlias = dict[str, Any]
 Sharding: TypeAlias = NamedSharding | Mapping[str, NamedSharding] | None
 """Sharding of a batch: a sharding for all arrays, shardings by name, or None for NumPy arrays on the host."""
 PREFETCH = 2
-"""Default number of batches prepared in the background. The second one absorbs variations in reading time."""
+"""Default number of batches prepared in the background. Two of them absorb variations in reading time."""
 
 
 class _Assembly:

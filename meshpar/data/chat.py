@@ -54,8 +54,8 @@ class ChatData:
     """.jsonl and .parquet files, globs or folders. Each line or row is a conversation. A mapping has the files of each
     name in `sources`.
 
-    `tools` (a list of JSON schemas, or the same as a string) and `documents` of a record are rendered if the template
-    reads them. Unused fields are logged once and counted in `describe()`."""
+    The fields `tools` (a list of JSON schemas, or the list as a JSON string) and `documents` are rendered if the
+    template reads them. Unused fields are logged once and counted in `describe()`."""
     sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Weights of a mixture, as in `TextData`: the fraction of the rows that is drawn from each source. All
     conversations of a row are from the same source."""

@@ -42,7 +42,7 @@ class TextData:
     seq_len: int = 256
     """Number of predictions per window."""
     valid_fraction: float = 0.05
-    """Approximate fraction of the documents in the validation set, chosen by name. A single document is cut."""
+    """Approximate fraction of the documents in the validation set, by hash of the name. A single document is split."""
     valid_batches: int = 8
     """Maximum number of batches per validation, spread evenly over the validation set."""
     cache: str | None = None

@@ -24,13 +24,13 @@ def check_fraction(where: str, fraction: float) -> None:
 
 
 class DocumentSplit:
-    """Splits a stream of documents: about a fraction `valid_fraction` is for validation. Cuts a single document.
+    """Split of a stream of documents, of which about a fraction `valid_fraction` is for validation.
 
         while not split.settled:
             for document, is_held_out in split(documents): ...
 
     Documents are not stored, and may arrive in parts. If all documents of the first pass are in the same set, a second
-    pass moves the document whose hash is nearest to the threshold.
+    pass moves the document whose hash is nearest to the threshold. If there is only one document, it is cut in two.
     """
 
     def __init__(self, valid_fraction: float) -> None:

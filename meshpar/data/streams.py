@@ -37,7 +37,7 @@ _BATCH_BYTES = 4_000_000
 _IN_MEMORY_BYTES = 64_000_000
 """Maximum size of a stream in memory. Longer streams are mapped from a file."""
 _CONTEXT_CHARS = 1000
-"""Number of characters on both sides of a cut that must tokenize as they do without the cut."""
+"""Number of characters on each side of a cut whose tokens must be the same with and without the cut."""
 _MAX_CUTS = 64
 """Number of positions to try for a cut."""
 _FORMAT = 3
@@ -77,7 +77,7 @@ def token_streams(
 
 @contextlib.contextmanager
 def writing(where: str, folder: str | None = None) -> Iterator[None]:
-    """Convert errors of the system while tokens are written to a folder, by default that of temporary files."""
+    """Raise a `MeshparError` for each OSError while tokens are written to `folder` (None: to temporary files)."""
     try:
         yield
     except OSError as error:
@@ -145,12 +145,13 @@ def _cut_at_token_boundaries(
 def _token_boundary(text: str, tokenizer: Tokenizer) -> int:
     """Return a position near the end of a text where a cut does not change the tokens, or 0."""
     last = len(text) - _CONTEXT_CHARS
-    # Boundaries of words first.
+    # Try boundaries of words first.
     positions = sorted(
         range(max(last - _CONTEXT_CHARS, 1), last), key=lambda i: (text[i].isspace() == text[i - 1].isspace(), -i)
     )
     for i in positions[:_MAX_CUTS]:
-        # Repeated characters may be tokenized in groups of fixed size, which do not fit both context lengths.
+        # Repeated characters may be tokenized in groups of fixed size. A cut inside such a group fails for one of the
+        # two context lengths.
         contexts = [(text[max(i - n, 0) : i], text[i : i + n]) for n in (_CONTEXT_CHARS, _CONTEXT_CHARS - 1)]
         if all(_is_token_boundary(left, right, tokenizer) for left, right in contexts):
             return i
@@ -158,7 +159,7 @@ def _token_boundary(text: str, tokenizer: Tokenizer) -> int:
 
 
 def _is_token_boundary(left: str, right: str, tokenizer: Tokenizer) -> bool:
-    """Return whether both texts have tokens, and the same tokens separately and together."""
+    """Return whether `left` and `right` have tokens, and tokenize separately to the tokens of `left + right`."""
     together, *separate = tokenizer.encode_many([left + right, left, right])
     return all(map(len, separate)) and np.array_equal(together, np.concatenate(separate))
 
@@ -183,7 +184,7 @@ def spooled() -> IO[bytes]:
 
 
 def mapped(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, " tokens"]:
-    """Return the tokens of a `spooled` file. Large files are mapped into memory, which keeps them after closing."""
+    """Return the tokens of a `spooled` file. Large files are memory-mapped, and stay readable after closing."""
     if num_tokens * dtype.itemsize > _IN_MEMORY_BYTES:
         return np.memmap(file, dtype=dtype, mode="r", shape=(num_tokens,))
     file.seek(0)

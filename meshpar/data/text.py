@@ -267,7 +267,7 @@ def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> 
 
 
 def _rows(file: File, field: str, optional: Sequence[str]) -> Iterator[DataRecord]:
-    """Yield the rows of a table without null fields in structs, which have the fields of all rows."""
+    """Yield the rows of a table. Structs have the fields of all rows, so their null fields are removed."""
     import pyarrow
     import pyarrow.parquet
 

@@ -75,7 +75,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     document = host.read_json(path, str(path), RELEASE, requested="read it as JSON")
     if not isinstance(document, dict):
-        raise problem(str(path), "read an object", f"it has a {type(document).__name__}", RELEASE, code="wrong-type")
+        reason = f"it contains a {type(document).__name__}"
+        raise problem(str(path), "read a JSON object", reason, RELEASE, code="wrong-type")
     return document
 
 

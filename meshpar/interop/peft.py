@@ -58,7 +58,7 @@ NEWER = {
     "alora_invocation_tokens": None, "arrow_config": None, "enable_lora": None, "kasa_config": None,
     "megatron_config": None, "monteclora_config": None, "use_bdlora": None, "use_qalora": False, "velora_config": None,
 }  # fmt: skip
-"""Further fields of this kind. They are not written, because older versions of PEFT reject them."""
+"""Like `PLAIN`, for fields of newer PEFT versions. They are not written, because older versions reject them."""
 READ = frozenset({
     "alpha_pattern", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters",
 })  # fmt: skip
@@ -77,7 +77,7 @@ STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 MERGE = "merge the adapter into its model with PEFT, and load the merged model"
 """Fix for unsupported adapters."""
 SUPPORTED = {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"), "peft_type": ("LORA",)}
-"""Values of `READ` fields. Other initializations subtract the initial product from the base weights."""
+"""Supported values of `READ` fields. Other initializations of a pair also change the base weights."""
 
 
 def to_peft(

@@ -19,7 +19,7 @@ import numpy as np
 
 Slices = tuple[slice, ...]
 ReadTensor = Callable[[str, Slices], np.ndarray]
-"""Reads a slice of the tensor with this name."""
+"""(tensor name, slices) -> that part of the tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WeightMapping:
         return block.transpose(self._transpose)
 
     def write(self, block: np.ndarray, into: np.ndarray) -> None:
-        """Write the array of a layer and expert to its part of a tensor of the file."""
+        """Write the array of one layer, or of one expert, into its part of a tensor of the file."""
         letters = "".join(self.file_dims)
         indices = [self.parts[a].indices if a in self.parts else range(self.sizes[a]) for a in letters]
         view = into.reshape([self.file_size(letter) for letter in letters])

@@ -48,7 +48,7 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
 
 
 def bare(layer: nnx.LinearGeneral) -> Array:
-    """Return the kernel of a layer for a matmul outside the layer, which would ignore LoRA adapters."""
+    """Return the kernel of a layer for a matmul outside the layer. Layers with LoRA adapters are an error."""
     if hasattr(layer, PAIR[0]):
         reason = "overlapped matmuls, output layers and cached latents use the kernel without its adapters"
         fix = 'exclude the layer from lora(modules=...), use tensor_matmul="xla", or merge the adapters first'

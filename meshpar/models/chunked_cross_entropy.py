@@ -59,7 +59,7 @@ class TokenLosses(NamedTuple):
     """Logarithm of the sum of the exponentials of the logits."""
 
     def only_in_vocab(self, targets_BT: Array, vocab_size: int) -> TokenLosses:
-        """Return the losses with nan, and `best_BT` False, for targets outside the vocabulary."""
+        """Set the losses of targets outside the vocabulary to nan, and their `best_BT` to False."""
         in_vocab_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
         nats_BT = jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)
         return TokenLosses(nats_BT, self.best_BT & in_vocab_BT, self.log_z_BT)

@@ -94,8 +94,8 @@ def ring(
 ) -> Array:
     """Compute causal ring attention over a sequence in zigzag order, sharded over `sequence_axes`.
 
-    The batch and head dims are manual axes of the region, too. If the rules shard query heads but not key heads, the
-    heads are left to the compiler, except with a library kernel.
+    The `shard_map` is also manual over the axes that shard the batch and the heads. If query and key heads are sharded
+    differently, the compiler partitions the heads, except with a library kernel.
     """
     axes, extra = sequence_axes(q_BTHD), () if segments_BT is None else (segments_BT,)
 

@@ -100,7 +100,7 @@ def exchanged_rows(how: Lookup, table_VE: Array, tokens_BT: Array) -> Array:
     """Return `table[tokens]`, sharded as the residual stream. Embeddings of invalid tokens are NaN."""
 
     def kernel(table_VW: Array, tokens_BT: Array) -> Array:
-        ids_GT, inside_GT = _own_ids(how, table_VW.shape[0], tokens_BT)
+        ids_GT, inside_GT = _local_ids(how, table_VW.shape[0], tokens_BT)
         rows_GTW = jnp.take(table_VW, ids_GT, axis=0, mode="clip")
         if how.vocab:
             rows_GTW = jnp.where(inside_GT[..., None], rows_GTW, 0)
@@ -126,7 +126,7 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
         g_GTW = lax.all_to_all(g_BTE, how.width, split_axis=2, concat_axis=0, tiled=True)
         if how.positions:
             g_GTW = lax.all_gather(g_GTW, how.positions, axis=1, tiled=True)
-        ids_GT, _ = _own_ids(how, num_rows, tokens_BT)
+        ids_GT, _ = _local_ids(how, num_rows, tokens_BT)
         d_table_VW = jnp.zeros((num_rows, g_GTW.shape[-1]), dtype).at[ids_GT].add(g_GTW.astype(dtype), mode="drop")
         return lax.psum(d_table_VW, how.summed) if how.summed else d_table_VW
 
@@ -138,7 +138,7 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
 exchanged_rows.defvjp(lambda how, table, tokens: (exchanged_rows(how, table, tokens), tokens), _backward)
 
 
-def _own_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
+def _local_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
     """Return local row indices of the tokens of the group (`num_rows` if not in this shard), and which are local."""
     tokens_GT = lax.all_gather(tokens_BT, how.width, axis=0, tiled=True)
     first = lax.axis_index(how.vocab) * num_rows if how.vocab else 0

@@ -409,7 +409,7 @@ def full_attention(
 
 
 MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-"""Policy for `swiglu` and the next matmul: save only the outputs of the first matmul of adapters."""
+"""Remat policy for `swiglu` and the next matmul. It saves only the input times `a` of a LoRA pair `a b`, if any."""
 
 
 def swiglu(gate_BTM: Array, up_BTM: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Orders of token-expert assignments, such as by expert, and differentiable moves of rows into and out of them.
+"""Orders of token-expert assignments, such as by expert, and differentiable moves of their rows.
 
     T tokens with k assignments each; assignment (t, j) has the index t k + j
     positions[t, j]  position of assignment (t, j) in the new order, or -1
