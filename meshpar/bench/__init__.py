@@ -2,7 +2,7 @@
 
     collective_timing.py   collectives: each algorithm against XLA's
     link_fit.py            latency and bandwidth of a link, fitted to the times
-    found.py               measured rows, fitted links and their profile
+    found.py               results: measured times, fitted links, and the profile that they form
     gpu.py                 matmuls by size, copies and kernel launches, and their profile
     timing.py              wall times and quartiles
 

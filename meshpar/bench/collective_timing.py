@@ -1,8 +1,8 @@
 """Measurement of collectives by size, algorithm and mesh axis, in the style of nccl-tests.
 
-All programs of a size run in turn, in several rounds, and ratios to XLA's collective are taken within a round. A
-program repeats its collective in a loop on its own result, until the run is long compared with its launch. The time of
-a run without the collective is subtracted. Values are compared once with the reference.
+For each size, all programs run once per round, for several rounds. The ratio to XLA's collective compares times of the
+same round. A program applies its collective repeatedly to its own result, so that a run is long compared with its
+launch. The time of a run without the collective is subtracted. Results are compared once with the reference.
 
 The size is the payload: the gathered array of an all-gather, the array before scattering of a reduce-scatter, and the
 local array otherwise. SI units.
@@ -39,22 +39,22 @@ from meshpar.sharding.units import si
 
 Kernel = Callable[[jax.Array], jax.Array]
 Ranks = tuple[str, ...]
-"""Mesh axes that are combined."""
+"""Mesh axes along which a collective communicates. Several axes are combined into one group of ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveKernels:
-    """A collective: our algorithms with their costs, and XLA's implementation."""
+    """Implementations of a collective: the algorithms of `meshpar.collectives` and XLA's collective."""
 
     algorithms: Mapping[str, Callable[[float, int], cost.Cost]]
-    """Our algorithms with their costs. XLA's implementation is assumed to cost as much as the first."""
+    """Name of an algorithm -> its cost for (payload bytes, ranks). XLA's collective is assumed to cost the first."""
     xla: Callable[[jax.Array, Ranks, str], jax.Array]
     ops: tuple[str, ...]
-    """Reductions of XLA's implementation; empty for collectives without a reduction."""
+    """Reductions that XLA's collective supports, such as `sum`; empty for collectives without a reduction."""
     is_part_before: bool = False
-    """Whether the input of a device is 1/N of the payload."""
+    """Whether the input of each of the N devices is 1/N of the payload, as in an all-gather."""
     is_part_after: bool = False
-    """Whether the output of a device is 1/N of the payload."""
+    """Whether the output of each of the N devices is 1/N of the payload, as in a reduce-scatter."""
 
 
 COLLECTIVES: Mapping[str, CollectiveKernels] = {
@@ -99,12 +99,12 @@ COLLECTIVES: Mapping[str, CollectiveKernels] = {
 }
 ALGORITHMS = tuple(dict.fromkeys(name for collective in COLLECTIVES.values() for name in collective.algorithms))
 TWO_LEVELS = "hierarchical"
-"""Name of the two-level algorithm over combined axes. The last axis is the inner axis."""
+"""Name of the two-level algorithm, which is measured along combined axes. The last axis is the inner axis."""
 UNFITTED = ("bidirectional", TWO_LEVELS)
 """Algorithms that are not fitted: they use both directions of a link, or two kinds of links."""
 CPU_COPIES = 16
-"""Maximum number of copies of the payload on a CPU device: input, output, loop carry and temporaries, and as many for
-the reference."""
+"""Maximum number of copies of the payload on a CPU device, to check the memory: input, output, loop carry and
+temporaries of the program, and the same of the reference."""
 DEFAULT = tuple(name for name in ALGORITHMS if name not in ("root", "parameter_server"))
 """Algorithms that are measured by default."""
 
@@ -124,14 +124,14 @@ def collectives(
     target_s: float = 8e-3,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Collectives:
-    """Measure our collectives and XLA's along the axes of a mesh, and fit a link to each axis.
+    """Measure the algorithms of `meshpar.collectives` and XLA's, and fit a link to each mesh axis.
 
     Args:
       mesh: `data=2,tensor=4`, or a mesh. The default is all devices along `data`.
       axes: mesh axes; `data*tensor` combines two axes. The default is all axes larger than 1.
       names: collectives to measure.
-      algorithms: our algorithms to measure. A collective skips algorithms that it lacks.
-      min_bytes, max_bytes, factor: payloads from `min_bytes` to `max_bytes`, with this ratio.
+      algorithms: algorithms of `meshpar.collectives` to measure. A collective skips algorithms that it lacks.
+      min_bytes, max_bytes, factor: payloads from `min_bytes` to `max_bytes`, each `factor` times the previous.
       dtype: dtype of the elements.
       op: reduction.
       repeats: number of rounds. The median is reported.
@@ -227,20 +227,20 @@ def _sizes(min_bytes: float, max_bytes: float, factor: float) -> list[int]:
 
 
 class _Case:
-    """A collective of one size along mesh axes: its programs, times and values."""
+    """A measurement of a collective with one payload along mesh axes, with all algorithms."""
 
     def __init__(self, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str) -> None:
         self._collective, self._name, self._mesh, self._ranks = COLLECTIVES[name], name, mesh, ranks
         self._num_ranks = num_shards((ranks,), mesh)
         self._op, self._dtype = op if self._collective.ops else "", dtype
-        # A multiple of the number of ranks.
+        # Round the number of elements to a multiple of the number of ranks.
         self._count = max(round(size_bytes / dtype.itemsize / self._num_ranks), 1) * self._num_ranks
         self._part = self._count // self._num_ranks
 
     def measured(
         self, algorithms: Sequence[str], *, repeats: int, target_s: float
     ) -> list[tuple[CollectiveRow, cost.Cost]]:
-        """Return a row and the cost for each program, XLA's first."""
+        """Measure all programs and return (row, cost) for each of them, XLA's first."""
         forms = dict(self._forms(algorithms))
         programs = {name: self._program(kernel) for name, (kernel, _) in forms.items()}
         x, expected, rounding = self._data()
@@ -308,7 +308,7 @@ class _Case:
         return x.at[: self._part].set(y) if self._collective.is_part_after else y
 
     def _data(self) -> tuple[jax.Array, np.ndarray, float]:
-        """Return the input per device, the result of the reference, and the maximum rounding error."""
+        """Return the input, the expected result (with a row per device), and the maximum rounding error."""
         sizes = axis_sizes(self._mesh)
         row = self._part if self._collective.is_part_before else self._count
         values = np.random.default_rng(0).standard_normal((self._mesh.size, row), np.float32)
@@ -369,11 +369,11 @@ def _host() -> jax.Device | None:
 
 
 MAX_REPEATS = 10_000
-"""Maximum number of collectives in a run."""
+"""Maximum number of times that a run repeats its collective."""
 
 
 def _in_turn(runs: Mapping[str, Callable[[int], float]], repeats: int, target_s: float) -> dict[str, list[float]]:
-    """Return the seconds per collective for each program and round. The order of programs rotates."""
+    """Run all programs in each round, in rotating order. Return program -> seconds per collective in each round."""
     idle_s = {name: statistics.median(run(0) for _ in range(3)) for name, run in runs.items()}
     times = {}
     for name, run in runs.items():  # a run is long compared with an empty run
@@ -403,7 +403,7 @@ def _notes(mesh: Mesh, rows: Sequence[CollectiveRow]) -> Iterator[str]:
 
 
 def _choices(rows: Sequence[CollectiveRow]) -> str:
-    """Compare the fastest algorithm of the model with the fastest measured algorithm."""
+    """Return a note on how often the alpha-beta model chooses the algorithm that was measured as the fastest."""
     cases: dict[tuple[str, str, int], list[CollectiveRow]] = {}
     for row in rows:
         if row.predicted_s is not None:

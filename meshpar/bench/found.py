@@ -20,7 +20,7 @@ from meshpar.sharding.units import si
 XLA = "XLA"
 """Name of XLA's collective in the column of algorithms."""
 FITTED = {"permutes": "messages of the kernels here", "axes": "XLA's collectives"}
-"""Kinds of fits, with a description."""
+"""Kinds of fitted links, with the messages that each kind describes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class CollectiveRow(Plain):
     high_s: float
     """Upper quartile."""
     ratio: float | None
-    """Median ratio to the time of XLA's collective, or None without XLA's collective."""
+    """Time relative to XLA's collective, median over rounds. None for XLA itself, or if XLA's was not measured."""
     wrong: int
-    """Number of elements with an error above rounding."""
+    """Number of elements whose error exceeds the rounding error."""
     max_error: float
     predicted_s: float | None = None
     """Time of the alpha-beta model with the fitted link of the axis."""
@@ -53,7 +53,7 @@ class CollectiveRow(Plain):
 
     @property
     def of(self) -> str:
-        """The link that the algorithm uses, a key of `FITTED`."""
+        """The kind of link that the algorithm is fitted to, a key of `FITTED`."""
         return "axes" if self.algorithm == XLA else "permutes"
 
     @property
@@ -80,7 +80,7 @@ class Collectives(Printed, Plain):
 
     @property
     def poor(self) -> str:
-        """Description of the fits that are not good."""
+        """Text about the fits that are not good; empty if all are good."""
         errors = {fit: f"the typical error is {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "good"}
         errors |= {fit: "times do not grow with the bytes" for fit in errors if fit.link is None}
         return "; ".join(f"along `{fit.axis}` ({FITTED[fit.of]}), {error}" for fit, error in errors.items())
@@ -90,7 +90,7 @@ class Collectives(Printed, Plain):
         return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {human_mesh(self.mesh)}"
 
     def fit(self, axis: str, of: str) -> Fit | None:
-        """Return the fit of an axis: of `permutes`, or of XLA's collectives (`axes`)."""
+        """Return the fit of an axis to single messages (`of="permutes"`) or to XLA's collectives (`of="axes"`)."""
         return next((fit for fit in self.fits if (fit.axis, fit.of) == (axis, of)), None)
 
     def crossover_bytes(self, axis: str) -> float | None:

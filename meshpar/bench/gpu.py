@@ -23,13 +23,13 @@ from meshpar.sharding.units import si
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 SMALL = (64, 128, 256, 512)
-"""Sizes on CPUs."""
+"""Values of n for `[n, n]` matmuls on CPUs."""
 MIN_COPIED_BYTES = 64_000_000
-"""More than the size of caches."""
+"""Minimum size of the copied array, larger than the caches."""
 CHAINED = 32
-"""Number of kernels in the shorter chain. The longer chain has twice as many, with the same loop overhead."""
+"""Number of kernels in the shorter of two chains. The longer has twice as many, with equal loop overhead."""
 TARGET_S = 0.05
-"""Approximate time of a measured run."""
+"""Approximate seconds of a measured run, which repeats its operation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,15 +40,15 @@ class Products(Printed, Plain):
     """Name of the device in jax."""
     dtype: str
     flops_per_s: dict[int, float]
-    """Median rates of `[n, n] @ [n, n]`, by n."""
+    """n -> median FLOP/s of `[n, n] @ [n, n]`."""
     bytes_per_s: float
     """Bytes read and written per second in a copy of a large array."""
     source: str
     launch_s: float = 0.0
-    """Time between two small kernels."""
+    """Seconds from one small kernel to the next in a chain."""
 
     def profile(self, path: str | Path) -> Cluster:
-        """Return the cluster profile of the file, or of a node of this GPU, with these rates added."""
+        """Return the profile in the file with these rates added. Without a file, start from a node of this GPU."""
         cluster = profile_of(self.device, path)
         source = "; ".join(filter(None, (cluster.source, self.source)))
         return dataclasses.replace(cluster, products=self.flops_per_s, launch_s=self.launch_s, source=source)
@@ -69,7 +69,7 @@ def profile_of(device: str, path: str | Path) -> Cluster:
     """Return the profile in the file, or a node of this GPU if there is no file."""
     gpu = gpu_of_kind(device)
     if gpu is None:
-        fix = "measure a GPU of the catalogue"
+        fix = "measure a GPU of the catalogue, or remove --save"
         raise problem(f"profile of `{device}`", "save its rates", "it is not in the catalogue", fix, "unknown-name")
     if not Path(path).exists():
         return cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
@@ -112,7 +112,7 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
 
 
 def _launch_s(repeats: int) -> float:
-    """Return the additional time of a kernel in a chain of small dependent kernels."""
+    """Return the seconds by which each further kernel extends a chain of small dependent kernels."""
     counts = (CHAINED, 2 * CHAINED)
     short, long = (_time_s(functools.partial(_chain, count=count), jnp.ones(8), repeats) for count in counts)
     return max(long - short, 0.0) / CHAINED
@@ -125,7 +125,7 @@ def _chain(x: jax.Array, count: int) -> jax.Array:
 
 
 def _time_s(run: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """Return the median time of an operation that is repeated on its own result."""
+    """Return the median seconds of `run`, which is applied repeatedly to its own result, starting with `x`."""
     program = jax.jit(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: run(x), x))
     jax.block_until_ready(program(x, 1))
     once_s = seconds_of(lambda: jax.block_until_ready(program(x, 2))) / 2

@@ -15,11 +15,11 @@ from meshpar.hardware.clusters import Link
 from meshpar.sharding.printing import Plain
 
 GOOD, USABLE = 0.25, 1.0
-"""Maximum typical errors of a good fit, and of a usable fit, which is a factor of two."""
+"""Maximum `Fit.typical_error` of a good and of a usable fit. An error of 1 is a factor of two."""
 
 
 class Point(NamedTuple):
-    """A measured time with the steps and bytes of its algorithm."""
+    """A measured time, with the steps and the consecutive bytes of its algorithm as in `cost_model.Cost`."""
 
     steps: float
     bytes_in_turn: float
@@ -83,6 +83,9 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
 
 
 def _weights(predicted_s: np.ndarray, times_s: np.ndarray) -> np.ndarray:
-    """Return weights with which squared differences equal |log ratio|, bounded where they agree."""
+    """Return weights w such that `w (predicted - measured)^2 = |log(predicted / measured)|`.
+
+    They are bounded where prediction and measurement agree.
+    """
     ratios = np.log(np.maximum(predicted_s / times_s, 1e-9))
     return np.maximum(abs(ratios), 1e-3) / np.maximum(abs(predicted_s - times_s), 1e-3 * times_s) ** 2

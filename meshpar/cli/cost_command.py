@@ -64,7 +64,7 @@ def cost(
     prepare_devices(None, use_host=True)
     from meshpar.hardware.calculators import CALCULATORS
     from meshpar.hardware.clusters import Cluster
-    from meshpar.hardware.cost_breakdown import ALL_REDUCES, account, compare
+    from meshpar.hardware.cost_breakdown import ALL_REDUCES, breakdown, compare
     from meshpar.sharding.units import parse_bytes
 
     if algorithm is not None and algorithm in CALCULATORS:
@@ -81,9 +81,9 @@ def cost(
         reason, fix = "only the links of a profile have axes", "add --cluster my.json, or remove --axis"
         raise problem("meshpar cost", f"use --axis {axis}", reason, fix, code="conflict")
     if algorithm is not None:
-        breakdown = account(algorithm, nbytes, ranks, links, inner=inner, servers=servers, axes=axes, mesh=mesh)
-        _check_used(breakdown.name, inner, servers)
-        print_report(breakdown, as_json=as_json)
+        result = breakdown(algorithm, nbytes, ranks, links, inner=inner, servers=servers, axes=axes, mesh=mesh)
+        _check_used(result.name, inner, servers)
+        print_report(result, as_json=as_json)
         return
     names = [name for name in ALL_REDUCES if name != "hierarchical"]
     group = inner or (links.gpus_per_node if isinstance(links, Cluster) else 0)

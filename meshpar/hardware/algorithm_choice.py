@@ -1,8 +1,8 @@
 """Choice of the algorithm for a collective, among the kernels and XLA's own collective.
 
-Kernels send single messages through one port per rank. Their times use the link that a profile measured for single
-messages, and the time of XLA's collective the link measured for XLA. Data sheets do not distinguish the two, so without
-a profile XLA's collective is chosen.
+A profile has two measured links per mesh axis: one for single messages, which kernels send through one port per rank,
+and one for XLA's collectives. The times of kernels and of XLA's collective are computed with the respective link. Data
+sheets do not distinguish the two, so without a profile XLA's collective is chosen.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import jax
 
 from meshpar.hardware.clusters import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
-from meshpar.hardware.cost_breakdown import Account, Accounts, account
+from meshpar.hardware.cost_breakdown import CostBreakdown, CostComparison, breakdown
 from meshpar.sharding.errors import check_choice, check_positive_int, problem
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.types import MeshLike
 from meshpar.sharding.units import si
 
 VARIABLE = "MESHPAR_CLUSTER"
-"""Environment variable with a cluster, or the path of a profile."""
+"""Environment variable with the default cluster, or with the path of the default profile."""
 
 XLA = "xla"
 """Name of XLA's collective."""
@@ -35,9 +35,12 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
     "all_gather": {XLA: "all-gather", "ring": "all-gather", "recursive_doubling": "doubling-all-gather"},
     "reduce_scatter": {XLA: "reduce-scatter", "ring": "reduce-scatter", "recursive_halving": "halving-reduce-scatter"},
 }
-"""Candidates by kernel. Bidirectional rings, root and parameter server are never the fastest in the model."""
+"""Kernel -> name of its algorithm -> name in `cost_breakdown`.
+
+Bidirectional rings, root and parameter server are left out, because they are never the fastest in the model.
+"""
 POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
-"""Algorithms that require a power of two as number of ranks."""
+"""Algorithms that require the number of ranks to be a power of two."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +49,14 @@ class Choice(Printed, Plain):
 
     kernel: str
     algorithm: str
-    """Value for the `algorithm` argument of the kernel. `hierarchical` means `hierarchical_all_reduce`."""
+    """Value for the `algorithm` argument of the kernel, or `hierarchical` for `hierarchical_all_reduce`."""
     time_s: float
-    alternatives: Mapping[str, Account]
+    alternatives: Mapping[str, CostBreakdown]
     """All candidates, ordered by time."""
     why: str
 
     def __rich__(self) -> Any:
-        table = Accounts(accounts=tuple(self.alternatives.values())).__rich__()
+        table = CostComparison(breakdowns=tuple(self.alternatives.values())).__rich__()
         table.caption = f"{self.why}\n{table.caption}"
         return table
 
@@ -98,13 +101,13 @@ def choose(
         names = {name: priced for name, priced in names.items() if priced not in POWERS_OF_TWO}
     if kernel == "all_reduce" and len(axes) > 1 and mesh is not None:
         names["hierarchical"] = "hierarchical"
-    accounts = {
-        name: account(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, axes=axes, mesh=mesh)
+    breakdowns = {
+        name: breakdown(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, axes=axes, mesh=mesh)
         for name, priced in names.items()
     }
-    xla = accounts[XLA]  # the ring that stands for XLA's collective
-    accounts[XLA] = dataclasses.replace(xla, algorithm=xla.algorithm._replace(name=XLA))
-    ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
+    xla = breakdowns[XLA]  # the ring that stands for XLA's collective
+    breakdowns[XLA] = dataclasses.replace(xla, algorithm=xla.algorithm._replace(name=XLA))
+    ranked = dict(sorted(breakdowns.items(), key=lambda item: item[1].time_s))
     is_measured = not isinstance(over, Link) and over.compares(axes or ("ranks",))
     first = next(iter(ranked)) if is_measured else XLA
     why = _why(first, ranked[first], [item for item in ranked.items() if item[0] != first], is_measured=is_measured)
@@ -141,7 +144,7 @@ def links_here(kernel: str) -> Profile:
     raise problem(kernel, 'use algorithm="auto"', reason, fix, code="unknown-links")
 
 
-def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]], *, is_measured: bool) -> str:
+def _why(first: str, best: CostBreakdown, rest: Sequence[tuple[str, CostBreakdown]], *, is_measured: bool) -> str:
     shown = f"{first}: {si(best.time_s, 's')}, {best.steps} steps, {si(best.bytes_sent, 'B')} sent per rank"
     second, other = rest[0]
     if not is_measured:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, parse_cluster
-from meshpar.hardware.cost_breakdown import account
+from meshpar.hardware.cost_breakdown import breakdown
 from meshpar.sharding.errors import check_choice, check_positive_int, near, problem
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.units import parse_count, si
@@ -58,7 +58,7 @@ def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -
 
 
 def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
-    """Parse and check the numbers of a calculator."""
+    """Decorate a calculator: parse and check its numbers, which may be text such as `70B`."""
 
     @functools.wraps(calculator)
     def parse(*, cluster: str | Cluster | None = None, **numbers: str | float) -> Sheet:
@@ -92,7 +92,7 @@ def zero(*, params: int = 7 * 10**9, ranks: int = 64, cluster: Cluster | None = 
             (f"{stage} sent", sent, "B", sent_form),
         ]
         if cluster is not None:
-            time_s = num_collectives * account("all-gather", WEIGHT * params, ranks, cluster).time_s
+            time_s = num_collectives * breakdown("all-gather", WEIGHT * params, ranks, cluster).time_s
             rows.append((f"{stage} communication", time_s, "s", f"{num_collectives} ring passes: {cluster.name}"))
     return Sheet(title=f"{params:.4g} parameters on {ranks} ranks", rows=tuple(rows))
 
@@ -132,7 +132,7 @@ def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
 
 @_counted
 def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, cluster: Cluster | None = None) -> Sheet:
-    """Tensor parallelism: the payload of each of a layer's four all-reduces, and a square matmul."""
+    """Tensor parallelism: payload of each of a layer's four all-reduces, and FLOPs of a `[width, width]` matmul."""
     payload, flops = 2 * rows * seq * width, cost.matmul_flops(rows * seq, width, width)
     result = [
         ("payload", payload, "B", "2 b s d"),
@@ -140,7 +140,9 @@ def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, clu
         ("matmul", flops, "FLOP", "2 b s d²"),
     ]
     if cluster is not None:
-        best = min((account(name, payload, ranks, cluster) for name in ("ring", "tree")), key=lambda each: each.time_s)
+        best = min(
+            (breakdown(name, payload, ranks, cluster) for name in ("ring", "tree")), key=lambda each: each.time_s
+        )
         where = "within a node" if ranks <= cluster.gpus_per_node else "between nodes"
         result += [
             ("all-reduce", best.time_s, "s", f"{best.algorithm.name} {where}: {cluster.name}, {cluster.links_from}"),
@@ -165,7 +167,7 @@ def moe(
         ("sent to other ranks", (ranks - 1) / ranks * elements, "", "(N−1)/N · b s k d / N"),
     ]
     if cluster is not None:
-        one, two = (account("all-to-all", WEIGHT * n * elements, ranks, cluster).time_s for n in (1, 2))
+        one, two = (breakdown("all-to-all", WEIGHT * n * elements, ranks, cluster).time_s for n in (1, 2))
         latency_s = 2 * one - two  # the time is linear in the bytes
         crossover = rows * seq * latency_s / (one - latency_s) if ranks > 1 else 0.0
         result += [
@@ -177,7 +179,7 @@ def moe(
 
 @_counted
 def remat(*, layers: int = 64) -> Sheet:
-    """Activation checkpointing: saved layer inputs, and compute (Chen et al. 2016, "Sublinear Memory Cost")."""
+    """Activation checkpointing: number of saved layer inputs and relative compute (Chen et al. 2016)."""
     result = (
         ("saved without", layers, "", "L"),
         ("saved at the optimum", 2 * math.sqrt(layers), "", "√L checkpoints and √L layers between two"),
@@ -190,7 +192,7 @@ def remat(*, layers: int = 64) -> Sheet:
 def accumulate(
     *, params: int = 7 * 10**9, ranks: int = 64, steps: int = 8, arrays: int = 300, cluster: Cluster | None = None
 ) -> Sheet:
-    """Gradient accumulation with ZeRO: reduced in each micro-step into shards, or accumulated and reduced once.
+    """Gradient accumulation with ZeRO: memory and bytes sent, if gradients are reduced per micro-step or once.
 
     With a cluster, also the latency of the reduce-scatters of `arrays` separate gradients.
     """
@@ -202,7 +204,7 @@ def accumulate(
         ("once: sent", sent, "B", "(N−1)/N · 2Ψ"),
     ]
     if cluster is not None:
-        latency_s = arrays * account("reduce-scatter", 0, ranks, cluster).time_s
+        latency_s = arrays * breakdown("reduce-scatter", 0, ranks, cluster).time_s
         result += [
             ("each micro-step: latency", steps * latency_s, "s", f"steps · arrays · (N−1) α: {cluster.name}"),
             ("once: latency", latency_s, "s", "arrays · (N−1) α"),
@@ -227,7 +229,7 @@ def bucket(
         ("sent in total", cost.bytes_sent("all-reduce", total, ranks), "B", "2(N−1)/N · 2Ψ"),
     ]
     if cluster is not None:
-        latency_s, bucket_s, total_s = (account("ring", n, ranks, cluster).time_s for n in (0, size, total))
+        latency_s, bucket_s, total_s = (breakdown("ring", n, ranks, cluster).time_s for n in (0, size, total))
         crossover = size * latency_s / (bucket_s - latency_s) if ranks > 1 else 0.0
         result += [
             ("a bucket", bucket_s, "s", f"2(N−1)α + 2(N−1)/N · size · β: {cluster.name}"),

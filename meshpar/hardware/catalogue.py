@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ATTENTION_SHARES = (0.53, 0.52)
-"""Fraction of the peak of cuDNN's attention on an H100, forward and backward: 529 and 518 TFLOP/s (`gpus.toml`)."""
+"""cuDNN's attention on an H100 as fractions of the peak, forward and backward: 529 and 518 TFLOP/s (`gpus.toml`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Gpu:
     name: str
     """Name in cluster strings, such as `h100`."""
     device_kinds: tuple[str, ...]
-    """Names in jax (`device.device_kind`). Programs are compiled for the first."""
+    """Values of `device.device_kind` in jax for this GPU. Programs are compiled for the first."""
     bf16_flops_per_s: float
-    """Peak of dense bfloat16 matmuls."""
+    """Peak FLOP/s of dense bfloat16 matmuls."""
     fp32_flops_per_s: float
-    """Peak of float32 without tensor cores."""
+    """Peak FLOP/s in float32 without tensor cores."""
     memory_bytes: float
     memory_bytes_per_s: float
     link: str
@@ -59,7 +59,7 @@ class Gpu:
 
     @property
     def fp8_flops_per_s(self) -> float:
-        """Peak of dense fp8 matmuls: twice that of bfloat16, as in all data sheets of `gpus.toml`.
+        """Peak FLOP/s of dense fp8 matmuls: twice the bfloat16 peak, as in all data sheets of `gpus.toml`.
 
         GPUs before compute capability 8.9 have no fp8 matmuls and convert the operands to 16 bits.
         """
@@ -67,7 +67,7 @@ class Gpu:
 
     @property
     def attention_flops_per_s(self) -> tuple[float, float]:
-        """Rates of cuDNN's attention, forward and backward, measured or assumed as those of an H100."""
+        """FLOP/s of cuDNN's attention, forward and backward: measured, or the H100's fractions of the peak."""
         if self.attention_rates is not None:
             return self.attention_rates
         forward, backward = ATTENTION_SHARES
@@ -75,7 +75,7 @@ class Gpu:
 
 
 def gpu_from(data: Mapping[str, Any]) -> Gpu:
-    """Return the GPU from plain data, an entry of `gpus.toml` or of a profile."""
+    """Return the GPU that an entry of `gpus.toml` or of a profile describes."""
     lists: dict[str, Any] = {field: tuple(map(_tuple, data.get(field, ()))) for field in ("device_kinds", "sources")}
     if data.get("attention_rates") is not None:
         lists["attention_rates"] = _tuple(data["attention_rates"])

@@ -24,7 +24,7 @@ from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.types import MeshLike, axis_sizes
 
 MAX_SECONDS, MAX_VALUE, MAX_NODES = 1e9, 1e24, 999_999
-"""Upper limits of latencies, of rates and sizes, and of numbers of GPUs, so that products do not overflow."""
+"""Upper limits of seconds, of bytes, FLOPs and their rates, and of GPUs, so that products do not overflow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,16 +68,16 @@ class Rates:
     products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     """Measured FLOP/s of bfloat16 matmuls of n × n matrices, by n; may be empty."""
     source: str = ""
-    """Source of the measured rates."""
+    """How and when the rates were measured; may be empty."""
 
     def peak_flops_per_s(self, bits: int) -> float:
-        """Return the data sheet's peak of matmuls whose larger operand dtype has this number of bits."""
+        """Return the data sheet's peak FLOP/s of matmuls whose larger operand dtype has `bits` bits."""
         if bits <= 8:
             return self.gpu.fp8_flops_per_s
         return self.gpu.bf16_flops_per_s if bits <= 16 else self.gpu.fp32_flops_per_s
 
     def share_of_peak(self, flops: float) -> float:
-        """Return the fraction of the peak of a matmul with this number of FLOPs, as if it were square."""
+        """Return the fraction of the peak that a square matmul with this number of FLOPs reaches."""
         if not self.products:
             return self.efficiency
         sizes = sorted(self.products)
@@ -86,7 +86,7 @@ class Rates:
         return float(rate) / self.gpu.bf16_flops_per_s
 
     def product_flops_per_s(self, bits: int, flops: float) -> float:
-        """Return the rate of a matmul with this number of FLOPs, whose larger operand dtype has `bits` bits."""
+        """Return the FLOP/s of a matmul with `flops` FLOPs, whose larger operand dtype has `bits` bits."""
         return self.peak_flops_per_s(bits) * self.share_of_peak(flops)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Rates:
 
     @property
     def of_products(self) -> str:
-        """Description of the matmul rates."""
+        """Text about the matmul rates: measured, assumed, or the data sheet's peak."""
         if self.products:
             sizes = f"{min(self.products):,} to {max(self.products):,}"
             return f"matmuls at the rates measured for sizes {sizes} ({self.source})"
@@ -110,28 +110,28 @@ class _Measured:
     """Links measured by mesh axis."""
 
     axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """Links as XLA's collectives use them, by axis. `data*fsdp` stands for combined axes, and `*` for all others."""
+    """Mesh axis -> link measured for XLA's collectives. The key `data*fsdp` means combined axes, `*` all other axes."""
     permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """Links as single messages use them, for `meshpar.collectives`. `axes` is used for missing axes."""
+    """Mesh axis -> link measured for single messages, as in `meshpar.collectives`. Missing axes use `axes`."""
     source: str = ""
     """How and when the links were measured."""
 
     @property
     def axis_names(self) -> str:
-        """The measured axes: `data, tensor`."""
+        """The measured mesh axes as text: `data, tensor`."""
         return ", ".join("any axis" if axis == ANY else axis for axis in dict.fromkeys((*self.axes, *self.permutes)))
 
     @property
     def links_from(self) -> str:
-        """Description of the sources of the links."""
+        """Text about the source of the links."""
         return f"links measured along {self.axis_names}" + f" ({self.source})" * bool(self.source)
 
     def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
         """Return the link measured along mesh axes, or None.
 
-        Combined axes may have a link of their own, `data*fsdp`. Without it, the result has the largest latency and the
-        smallest bandwidth of the axes. An axis without a link has the link `ANY`. `permute` selects the link for single
-        messages instead of that for XLA's collectives.
+        Combined axes may have their own link, with the key `data*fsdp`. Otherwise the result has the largest latency
+        and the smallest bandwidth of the axes. Axes without a link use the link with the key `*`, if there is one.
+        `permute` selects links for single messages; by default, links are for XLA's collectives.
         """
         links = {**self.axes, **self.permutes} if permute else {**self.permutes, **self.axes}
         combined, separate = links.get("*".join(axes)), [links.get(axis, links.get(ANY)) for axis in axes]
@@ -152,7 +152,7 @@ class _Measured:
         return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON for `parse_profile`. Raises `MeshparError` if the file cannot be written."""
+        """Write the profile as a JSON file that `parse_profile` reads. Raise `MeshparError` if it cannot be written."""
         write_json(path, self.to_json(), "cluster profile")
 
 
@@ -182,10 +182,10 @@ class Links(_Measured):
 
 
 ANY = "*"
-"""Key of mesh axes without a measurement."""
+"""Key of the link for all mesh axes that have no link of their own."""
 
 MAX_LAUNCH_S = 1e-3
-"""Upper limit of a kernel launch, 100 times the time on a GPU, to detect profiles with different units."""
+"""Upper limit of a kernel launch in a profile. GPUs need a hundredth, so larger values have another unit."""
 
 HOST_DEVICES = Links(
     devices="cpu",
@@ -193,7 +193,7 @@ HOST_DEVICES = Links(
     source="default for CPU host devices: meshpar bench collectives --mesh data=8 --max-bytes 10MB, jax 0.10.2 on a "
     "2-core Xeon at 2.5 GHz with other work on it, 2026-11-22; typical error of the fit 55%",
 )
-"""Links that `algorithm="auto"` assumes for the CPU devices of a machine, which share its cores."""
+"""Links that `algorithm="auto"` assumes for CPU host devices, which share the cores of a machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ class Cluster(_Measured):
     launch_s: float = 0.0
     """Minimum time between the starts of two kernels (`meshpar bench gpu`); 0 if it was not measured."""
     is_shared: bool = False
-    """Whether the devices share the cores of a machine, as jax's host devices do. Then messages cannot overlap with
+    """Whether the devices share the cores of a machine, as jax's host devices do, so that messages do not overlap with
     compute."""
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ class Cluster(_Measured):
 
     @property
     def links_from(self) -> str:
-        """Description of the sources of the links."""
+        """Text about the source of the links: measurements, the data sheet, or values in the profile."""
         if self.axes or self.permutes:
             return super().links_from
         default = cluster_of(self.gpu, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
@@ -247,19 +247,19 @@ class Cluster(_Measured):
 
     @property
     def rates(self) -> Rates:
-        """Expected rates of a step: measured rates, or assumed rates if none were measured."""
+        """Expected FLOP/s of kernels: measured rates, or assumed rates if none were measured."""
         return Rates(gpu=self.gpu, efficiency=MATMUL_EFFICIENCY, products=self.products, source=self.source)
 
     @property
     def best_rates(self) -> Rates:
-        """The fastest rates that the catalogue or the profile supports."""
+        """Most optimistic FLOP/s of kernels: measured matmul rates, or the data sheet's peak if none were measured."""
         return dataclasses.replace(self.rates, efficiency=1.0)
 
     def layout(self, axes: Iterable[str], mesh: MeshLike) -> tuple[int, int]:
-        """Return the number of nodes of a group of devices along mesh axes, and the number of devices per node.
+        """Return (number of nodes, devices per node) of the groups of devices along mesh axes.
 
-        If groups differ, these are the maximum number of nodes and the minimum number of devices. Devices are numbered
-        in the order of the mesh.
+        If groups differ, the result is the maximum number of nodes and the minimum number of devices per node. Devices
+        are numbered in mesh order.
         """
         sizes, axes = axis_sizes(mesh), list(axes)
         for axis in axes:
@@ -277,11 +277,11 @@ class Cluster(_Measured):
         return max(map(len, counts)), int(min(count.min() for count in counts))
 
     def crosses_node(self, axes: Iterable[str], mesh: MeshLike) -> bool:
-        """Return whether a group of devices along mesh axes spans several nodes; see `layout`."""
+        """Return whether any group of devices along these mesh axes spans several nodes."""
         return self.layout(axes, mesh)[0] > 1
 
     def groups_cross_node(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Return whether a group of device numbers spans several nodes."""
+        """Return whether any of these groups of device numbers spans several nodes."""
         return any(len({device // self.gpus_per_node for device in group}) > 1 for group in groups)
 
     def to_json(self) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def parse_profile(text: str | Profile) -> Profile:
 
 
 def parse_cluster(text: str | Cluster) -> Cluster:
-    """Return the cluster of a text: `h100:8x8` (GPU:NODESxGPUS), `h100:8` (a single node), or the file `my.json`.
+    """Return the cluster that a text names: `h100:8x8` (GPU:NODESxGPUS), `h100:8` (one node), or a file `my.json`.
 
     Example:
       >>> parse_cluster("h100:8x8").num_devices
@@ -406,11 +406,11 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "is_shared": (lambda value: isinstance(value, bool), "true or false"),
     "products": (_are_rates, 'FLOP/s by the size of the matrices, as {"4096": 6.2e14}'),
 }
-"""Checks of the fields of a profile by name, with a description of valid values."""
+"""Field of a profile -> (whether a value is valid, description of valid values)."""
 
 
 def _fields_from_json(profile: type[Profile], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a profile from plain data. Those without a check are returned as they are."""
+    """Check the fields of a profile in plain data and convert links. Raise `MeshparError` for an invalid field."""
     _check("profile", data, isinstance(data, Mapping), "a JSON object")
     known = {field.name for field in dataclasses.fields(profile)}
     for key, value in data.items():

@@ -18,10 +18,10 @@ from meshpar.sharding.types import AnyMesh
 
 Value = bool | int | float | str
 Options = Mapping[str, Value]
-"""Names of XLA's flags without dashes, and their values."""
+"""Name of an XLA flag, without dashes -> value."""
 
 GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": True})
-"""Defaults for GPUs. Newer versions of XLA enable the scheduler by default, that of jax 0.10 does not."""
+"""Defaults for GPUs. Newer versions of XLA enable this scheduler by default, but the version of jax 0.10 does not."""
 
 
 IN_PLACE: Options = MappingProxyType(
@@ -31,11 +31,11 @@ IN_PLACE: Options = MappingProxyType(
 
 
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
-"""Name of the option for the number of concurrent collectives, each with a stream of its own."""
+"""Name of the option for the maximum number of concurrent collectives."""
 
 APART: Options = MappingProxyType({OVERLAP_LIMIT: 4, "xla_disable_hlo_passes": "multi_output_fusion"})
-"""Options for batch slices: concurrent messages, and separate kernels. Without the second, XLA fuses operations of the
-slices, such as norms, and a slice would wait for the messages of the other."""
+"""Options for batch slices (`interleave`): run collectives concurrently, and do not fuse operations of different
+slices. A fused operation, such as the norms of two slices, would wait for the messages of both."""
 
 
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -44,12 +44,12 @@ the scheduler assumes the same latency for all collectives."""
 
 
 def overlap_limit(options: Options) -> int:
-    """Return the number of concurrent collectives."""
+    """Return the maximum number of concurrent collectives."""
     return int(options.get(OVERLAP_LIMIT, 1))
 
 
 def pipelined(kind: str) -> dict[str, Value]:
-    """Return the option that lets a collective of a loop (`all_gather`, ...) overlap with the next iteration."""
+    """Return the option to overlap collectives of a loop with its next iteration. `kind` is `all_gather`, ..."""
     if jax.__version_info__ >= (0, 12):
         return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}  # in XLA_FLAGS the value is "on"
     return {f"xla_gpu_enable_pipelined_{kind}": True}
@@ -61,7 +61,7 @@ def options_for(mesh: AnyMesh, user: Options, strategy: Options = MappingProxyTy
     Args:
       mesh: the mesh of the step.
       user: options of the user, which override all others.
-      strategy: options of the strategy, for CPUs and for GPUs.
+      strategy: options of the strategy. Options for other platforms than that of the mesh are left out.
     """
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     for_platform = {name: value for name, value in strategy.items() if name.startswith("xla_cpu_") == on_cpu}

@@ -5,8 +5,8 @@ The costs come from `cost_model.py`. This module adds names, links and formulas.
     n payload in bytes · N ranks · K ranks in a group, M = N/K groups · S servers
     α latency of a message · β time per byte, the inverse of the bandwidth
 
-The algorithm bandwidth is n over the time. The bus bandwidth is the algorithm bandwidth times the fraction of n that a
-rank must send. It is comparable between collectives and numbers of ranks, and with the bandwidth of the link. The terms
+The algorithm bandwidth is n / time. The bus bandwidth is the algorithm bandwidth times the fraction of n that a rank
+must send. It can be compared with the bandwidth of the link, and between collectives and numbers of ranks. The terms
 follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
 """
 
@@ -41,8 +41,8 @@ class Algorithm(NamedTuple):
     """Name of the collective in XLA."""
     cost: Callable[..., Cost]
     forms: Forms
-    lays_rings: bool = False
-    """Whether NCCL uses all network ports of a node. Other algorithms use one port per rank."""
+    uses_all_ports: bool = False
+    """Whether NCCL uses all network ports of a node for it. Other algorithms use one port per rank."""
     by_powers_of_two: bool = False
 
 
@@ -62,21 +62,21 @@ _HALVING = Forms("2 log₂ N", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N ·
 _BROADCAST = Forms("N−1", "n", "(N−1) α + n β")
 _MESSAGE = Forms("1", "n", "α + n β")
 
-# `account` handles the two algorithms with additional arguments.
+# `breakdown` handles the two algorithms that have additional arguments.
 _KNOWN = (
-    Algorithm("ring", "all-reduce", cost.ring_all_reduce, _WHOLE, lays_rings=True),
+    Algorithm("ring", "all-reduce", cost.ring_all_reduce, _WHOLE, uses_all_ports=True),
     Algorithm("recursive-doubling", "all-reduce", cost.tree_all_reduce, _DOUBLING, by_powers_of_two=True),
     Algorithm("halving-doubling", "all-reduce", cost.halving_doubling_all_reduce, _HALVING, by_powers_of_two=True),
     Algorithm("tree", "all-reduce", cost.binomial_tree_all_reduce, _TREE),
     Algorithm("hierarchical", "all-reduce", cost.ring_all_reduce, _TWO_LEVELS),
     Algorithm("root", "all-reduce", cost.naive_root_all_reduce, _ROOT),
     Algorithm("parameter-server", "all-reduce", cost.parameter_server_all_reduce, _SERVERS),
-    Algorithm("reduce-scatter", "reduce-scatter", cost.ring_reduce_scatter, _HALF, lays_rings=True),
-    Algorithm("all-gather", "all-gather", cost.ring_all_gather, _HALF, lays_rings=True),
+    Algorithm("reduce-scatter", "reduce-scatter", cost.ring_reduce_scatter, _HALF, uses_all_ports=True),
+    Algorithm("all-gather", "all-gather", cost.ring_all_gather, _HALF, uses_all_ports=True),
     Algorithm("doubling-all-gather", "all-gather", cost.doubling_all_gather, _HALF_DOUBLING),
     Algorithm("halving-reduce-scatter", "reduce-scatter", cost.halving_reduce_scatter, _HALF_DOUBLING),
     Algorithm("all-to-all", "all-to-all", cost.all_to_all, _HALF),
-    Algorithm("broadcast", "collective-broadcast", cost.ring_broadcast, _BROADCAST, lays_rings=True),
+    Algorithm("broadcast", "collective-broadcast", cost.ring_broadcast, _BROADCAST, uses_all_ports=True),
     Algorithm("message", "collective-permute", lambda n, _: cost.message(n), _MESSAGE),
 )
 ALGORITHMS: Mapping[str, Algorithm] = {algorithm.name: algorithm for algorithm in _KNOWN}
@@ -93,7 +93,7 @@ ALIASES: Mapping[str, str] = {
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth: the fraction of the payload that a rank must send."""
+    """Return the ratio of bus to algorithm bandwidth: the fraction of the payload that a rank must send."""
     return cost.bytes_sent(kind, 1.0, num_ranks)
 
 
@@ -107,18 +107,18 @@ class LinkCost(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Account(Printed):
-    """Breakdown of the cost of a collective with an algorithm."""
+class CostBreakdown(Printed):
+    """Cost of a collective with an algorithm: steps, bytes, latency and bandwidth time. Prints as a table."""
 
     algorithm: Algorithm
     payload_bytes: float
     num_ranks: int
     over: str
-    """Cluster or profile, with the source of its links."""
-    legs: tuple[LinkCost, ...]
+    """Text about the cluster or profile and the source of its links."""
+    phases: tuple[LinkCost, ...]
     """Consecutive phases. A two-level algorithm has two: within and between groups."""
     crossover_bytes: float | None = None
-    """Payload below which recursive doubling is faster than a ring, for an all-reduce, or None."""
+    """For an all-reduce, the payload below which recursive doubling is faster than a ring; otherwise None."""
 
     @property
     def name(self) -> str:
@@ -127,22 +127,22 @@ class Account(Printed):
     @property
     def steps(self) -> int:
         """Number of consecutive messages."""
-        return sum(leg.cost.steps for leg in self.legs)
+        return sum(phase.cost.steps for phase in self.phases)
 
     @property
     def bytes_sent(self) -> float:
         """Bytes sent by a rank, or by the busiest rank."""
-        return sum(leg.cost.bytes_sent for leg in self.legs)
+        return sum(phase.cost.bytes_sent for phase in self.phases)
 
     @property
     def latency_s(self) -> float:
-        """Time of the steps' latencies."""
-        return sum(leg.cost.steps * leg.link.alpha_s for leg in self.legs)
+        """Part of `time_s` due to latency: steps × α."""
+        return sum(phase.cost.steps * phase.link.alpha_s for phase in self.phases)
 
     @property
     def bandwidth_s(self) -> float:
-        """Time of the bytes."""
-        return sum(leg.cost.bytes_in_turn * leg.link.beta_s_per_byte for leg in self.legs)
+        """Part of `time_s` due to bandwidth: consecutive bytes × β."""
+        return sum(phase.cost.bytes_in_turn * phase.link.beta_s_per_byte for phase in self.phases)
 
     @property
     def time_s(self) -> float:
@@ -187,7 +187,7 @@ class Account(Printed):
             **{field: getattr(self, field) for field in fields},
             "formulas": self.algorithm.forms._asdict(),
             "over": self.over,
-            "links": [{"where": leg.where, **dataclasses.asdict(leg.link)} for leg in self.legs],
+            "links": [{"where": phase.where, **dataclasses.asdict(phase.link)} for phase in self.phases],
             "notes": list(self.notes),
         }
 
@@ -210,33 +210,33 @@ class Account(Printed):
             ("algorithm bandwidth", si(self.algorithm_bytes_per_s, "B/s"), "n / time"),
             ("bus bandwidth", si(self.bus_bytes_per_s, "B/s"), "lower bound / time"),
         ]
-        for leg in self.legs:
-            rows.append(("link", f"α {si(leg.link.alpha_s, 's')}, {si(leg.link.bytes_per_s, 'B/s')}", leg.where))
-        if self.algorithm.kind == "all-reduce" and len(self.legs) == 1:
+        for phase in self.phases:
+            rows.append(("link", f"α {si(phase.link.alpha_s, 's')}, {si(phase.link.bytes_per_s, 'B/s')}", phase.where))
+        if self.algorithm.kind == "all-reduce" and len(self.phases) == 1:
             rows.append(("crossover", *_crossover_text(self.crossover_bytes)))
         return rows
 
     def _symbols(self) -> str:
         symbols = [f"n = {si(self.payload_bytes, 'B')}", f"N = {self.num_ranks}"]
-        if len(self.legs) == 2:
-            symbols += [f"{name} = {leg.cost.steps // 2 + 1}" for name, leg in zip("KM", self.legs, strict=True)]
-        marks = ("",) if len(self.legs) == 1 else ("₁", "₂")
-        for mark, leg in zip(marks, self.legs, strict=True):
+        if len(self.phases) == 2:
+            symbols += [f"{name} = {phase.cost.steps // 2 + 1}" for name, phase in zip("KM", self.phases, strict=True)]
+        marks = ("",) if len(self.phases) == 1 else ("₁", "₂")
+        for mark, phase in zip(marks, self.phases, strict=True):
             symbols += [
-                f"α{mark} = {si(leg.link.alpha_s, 's')}",
-                f"β{mark} = {si(leg.link.beta_s_per_byte, 's')} per byte",
+                f"α{mark} = {si(phase.link.alpha_s, 's')}",
+                f"β{mark} = {si(phase.link.beta_s_per_byte, 's')} per byte",
             ]
         return ", ".join(symbols)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accounts(Printed, Plain):
+class CostComparison(Printed, Plain):
     """Costs of algorithms for a collective, ordered by time."""
 
-    accounts: tuple[Account, ...]
+    breakdowns: tuple[CostBreakdown, ...]
 
     def __rich__(self) -> Any:
-        first = self.accounts[0]
+        first = self.breakdowns[0]
         title = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
         lines = [f"links: {first.over}"]
         lines += [f"lower bound for any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
@@ -250,14 +250,14 @@ class Accounts(Printed, Plain):
                 si(each.bytes_sent, "B"),
                 *(si(time_s, "s") for time_s in (each.latency_s, each.bandwidth_s, each.time_s)),
                 si(each.bus_bytes_per_s, "B/s"),
-                "; ".join(dict.fromkeys(leg.where for leg in each.legs)),
+                "; ".join(dict.fromkeys(phase.where for phase in each.phases)),
             )
-            for each in self.accounts
+            for each in self.breakdowns
         ]
         return table(title, columns, rows, left=("algorithm", "link"), caption="\n".join(lines))
 
 
-def account(
+def breakdown(
     algorithm: str,
     payload_bytes: float,
     num_ranks: int,
@@ -268,7 +268,7 @@ def account(
     axes: Sequence[str] = (),
     mesh: MeshLike | None = None,
     by_messages: bool = False,
-) -> Account:
+) -> CostBreakdown:
     """Return the breakdown of the cost of a collective.
 
     Args:
@@ -276,14 +276,15 @@ def account(
       payload_bytes: n, the bytes of the gathered array for an all-gather, of the array before scattering for a
         reduce-scatter, and of the local array otherwise.
       num_ranks: N.
-      over: a link, measured links, or a cluster, also as text for `parse_profile`. In a cluster the ranks are
-        consecutive, unless `axes` and `mesh` determine their order.
+      over: a link, measured links or a cluster, also as text for `parse_profile`. The ranks are consecutive devices of
+        a cluster, unless `axes` and `mesh` determine them.
       inner: K of the hierarchical algorithm, by default the GPUs per node.
       servers: S, the number of parameter servers.
-      axes: mesh axes of the group, for measured links. The last axis is the inner axis of the hierarchical algorithm.
+      axes: mesh axes of the group, which select measured links. The last axis is the inner axis of the hierarchical
+        algorithm.
       mesh: the mesh with these axes, in the order of the cluster's devices.
-      by_messages: whether rings use single messages and one port per rank, as `meshpar.collectives` does, instead of
-        NCCL's rings.
+      by_messages: True for kernels of `meshpar.collectives`, whose rings send single messages through one port per
+        rank. False for NCCL's rings.
     """
     name = str(algorithm).lower().replace("_", "-")
     check_choice("cost", "an algorithm", (*ALGORITHMS, *ALIASES), algorithm=name)
@@ -292,34 +293,34 @@ def account(
     over = over if isinstance(over, Link) else parse_profile(over)
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
     all_axes = axes or tuple(axis_sizes(mesh))
-    legs: tuple[LinkCost, ...]
+    phases: tuple[LinkCost, ...]
     if known.name == "hierarchical":
-        legs = _two_levels(payload_bytes, num_ranks, over, inner, axes, mesh, by_messages=by_messages)
+        phases = _two_levels(payload_bytes, num_ranks, over, inner, axes, mesh, by_messages=by_messages)
     else:
         options = {"num_servers": servers} if known.name == "parameter-server" else {}
-        kind = "collective-permute" if by_messages or not known.lays_rings else known.kind
-        legs = (LinkCost(known.cost(payload_bytes, num_ranks, **options), *_link(kind, over, all_axes, mesh)),)
+        kind = "collective-permute" if by_messages or not known.uses_all_ports else known.kind
+        phases = (LinkCost(known.cost(payload_bytes, num_ranks, **options), *_link(kind, over, all_axes, mesh)),)
     crossover_bytes = None
-    if known.kind == "all-reduce" and len(legs) == 1:
+    if known.kind == "all-reduce" and len(phases) == 1:
         tree, _ = _link("collective-permute", over, all_axes, mesh)
         ring, _ = (tree, "") if by_messages else _link("all-reduce", over, all_axes, mesh)
         crossover_bytes = cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
-    return Account(
+    return CostBreakdown(
         over="as given" if isinstance(over, Link) else f"{over.name}, {over.links_from}",
         algorithm=known,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,
-        legs=legs,
+        phases=phases,
         crossover_bytes=crossover_bytes,
     )
 
 
 def compare(
     names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **options: Any
-) -> Accounts:
-    """Compare the costs of algorithms for a collective. Options and errors are as in `account`."""
-    accounts = [account(name, payload_bytes, num_ranks, over, **options) for name in names]
-    return Accounts(accounts=tuple(sorted(accounts, key=lambda each: each.time_s)))
+) -> CostComparison:
+    """Compare the costs of algorithms for a collective. Options and errors are as in `breakdown`."""
+    breakdowns = [breakdown(name, payload_bytes, num_ranks, over, **options) for name in names]
+    return CostComparison(breakdowns=tuple(sorted(breakdowns, key=lambda each: each.time_s)))
 
 
 def _two_levels(

@@ -40,7 +40,7 @@ class Cost:
     bytes_sent: float
     """Bytes sent by a rank, or by the busiest rank if ranks differ."""
     bytes_in_turn: float
-    """Consecutive bytes on the critical path, which are multiplied by beta."""
+    """Bytes on the critical path: those that are sent one after another. Their time is this number times beta."""
 
     def time_s(self, link: Link) -> float:
         """Return the time in seconds over a link."""
@@ -60,7 +60,7 @@ class HierarchicalCost(NamedTuple):
     inside: Cost
     """Phase within groups of K ranks."""
     across: Cost
-    """Phase between groups. The K ranks of a group communicate with their counterparts at the same time."""
+    """Phase between groups. All K ranks of a group communicate with their counterparts at the same time."""
 
 
 # ---- Point to point --------------------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
 
 
 def both_ways(ring: Cost) -> Cost:
-    """Return the cost of a bidirectional ring: each step sends two messages of half the size.
+    """Return the cost of a bidirectional ring, given the cost of a ring: each step sends two messages of half the size.
 
-    A rank has a single port and sends the messages consecutively, with twice the latency and the same bytes.
+    A rank has a single port, so it sends the two messages consecutively: twice the latency, the same bytes.
     """
     return dataclasses.replace(ring, steps=2 * ring.steps)
 
@@ -191,9 +191,9 @@ def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int)
 def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_servers: int = 1) -> Cost:
     """Return the cost of a parameter server. The servers are ranks, too.
 
-    Each rank sends `n / num_servers` to each server, which returns the sum. The link of a server carries this N-1 times
-    in each direction. A single server is the hot spot of `naive_root_all_reduce`. With N servers it sends as much as
-    a ring.
+    Each rank sends `n / num_servers` bytes to each server, which returns the sum. The link of a server carries these
+    bytes N-1 times in each direction. A single server costs as much as `naive_root_all_reduce`. With N servers, a rank
+    sends as much as in a ring.
     """
     _check(payload_bytes, num_ranks)
     if not 1 <= num_servers <= num_ranks:
@@ -206,7 +206,7 @@ def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_ser
 
 
 def naive_root_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of a sum at a root: its link carries `(N-1) n` bytes in and then `(N-1) n` out."""
+    """Return the cost of an all-reduce at a root rank: its link receives `(N-1) n` bytes and then sends as many."""
     return parameter_server_all_reduce(payload_bytes, num_ranks, num_servers=1)
 
 
@@ -217,12 +217,12 @@ def all_reduce_lower_bound_bytes(payload_bytes: float, num_ranks: int) -> float:
 
 
 def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | None = None) -> float | None:
-    """Return the payload at which ring and tree all-reduce take the same time.
+    """Return the payload in bytes at which ring and tree all-reduce take the same time.
 
-    The tree is faster below it, the ring above. If N is a power of two, it is
-    `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`. It is 0 on a link without latency, and None if there is no
-    crossover: with two ranks the tree is always faster, and a single rank sends no message. `link` is the link of the
-    ring. `tree_link` is the link of the tree, by default the same.
+    For smaller payloads the tree is faster, for larger payloads the ring. If N is a power of two, the payload is
+    `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`. It is 0 on a link without latency. It is None with two
+    ranks, where the tree is always faster, and with a single rank. `link` is the link of the ring, and `tree_link` the
+    link of the tree, by default the same.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
     tree_link = tree_link or link
@@ -237,7 +237,7 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
 
 
 def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
-    """Return the bytes of a quantized array: one per element, and four per block of at most `block` elements."""
+    """Return the bytes of a quantized array: one per element, and a scale of four bytes per block of elements."""
     num_blocks = -(-num_elements // block)
     return num_blocks * (-(-num_elements // max(num_blocks, 1)) + 4)
 
@@ -245,10 +245,10 @@ def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
 def quantized_all_gather(
     num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
 ) -> HierarchicalCost:
-    """Return the cost of an all-gather of `num_elements / N` elements per rank, quantized once.
+    """Return the cost of an all-gather of quantized shards with `num_elements / N` elements per rank.
 
-    With nodes of `inner` ranks there are two steps: ranks with the same number in different nodes gather, then the
-    ranks within each node (Wang et al. 2023, "ZeRO++"). None means a single node.
+    The shards are quantized once. With nodes of `inner` ranks there are two phases: first, ranks with the same position
+    in different nodes gather, then the ranks within each node (Wang et al. 2023, "ZeRO++"). None means a single node.
     """
     nodes, inner = _nodes("quantized all-gather", num_ranks, inner)
     shard = quantized_bytes(-(-num_elements // num_ranks), block=block)
@@ -290,7 +290,7 @@ def _nodes(where: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
 
 
 def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of the forward pass of ring attention (Liu et al. 2023). `kv_bytes` are per rank."""
+    """Return the forward cost of ring attention (Liu et al. 2023). `kv_bytes` are the keys and values of a rank."""
     _check(kv_bytes, num_ranks)
     sent = float((num_ranks - 1) * kv_bytes)
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
@@ -308,10 +308,10 @@ def ring_attention_backward(kv_bytes: float, gradient_bytes: float, num_ranks: i
 
 
 def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bound_factor: float | None = None) -> int:
-    """Return the number of rows of a rank's buffer that fits any routing: `N T min(k, E/N)`, or `T k` on one rank.
+    """Return the rows of a receive buffer that fits any routing: `N T min(k, E/N)`, or `T k` on one rank.
 
-    The experts of a token are different, so at most E/N of them belong to a rank. With a bound factor f the buffer has
-    at most `f T k / N` rows per sending rank.
+    A token chooses different experts, so at most E/N of its k experts belong to a rank. With a bound factor f, the
+    buffer has at most `f T k / N` rows per sending rank.
     """
     if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
         requested = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
@@ -340,9 +340,9 @@ def dropless_bytes(
 ) -> float:
     """Return the maximum bytes of dropless dispatch and combine, forward and backward, without the experts.
 
-    These are five arrays with `dropless_rows` rows and two with `T k` rows, with 16 bytes of indices per row. Chunks
-    are processed sequentially. The bytes do not depend on the routing. `row_bytes` is the size of a row, the larger of
-    the experts' input and output.
+    There are five arrays with `dropless_rows` rows and two with `T k` rows. Each row has `row_bytes` bytes, the larger
+    of the experts' input and output, and 16 bytes of indices. If the tokens are processed in several `chunks`, the
+    arrays of all chunks count. The bytes do not depend on the routing.
     """
     rows = chunks * dropless_rows(num_tokens // chunks, k, num_experts, num_ranks, bound_factor)
     return (5 * rows + 2 * num_tokens * k) * (row_bytes + 16)
@@ -377,7 +377,8 @@ def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
 
 
 BLOCKS_A_GROUP = 4
-"""Minimum number of blocks per group of average size. Padding adds at most a quarter to the rows, on average an eighth.
+"""Minimum number of blocks per group of average size. With 4, padding adds at most a quarter to the rows, on average an
+eighth.
 With 16, the gradients of DeepSeek-V3's experts take twice as long in the simulation of an H100, because each block
 reads and writes all sums. On CPUs, forward and backward pass together take 1.2 to 1.9 times as long."""
 MAX_BLOCK_ROWS = 4096
@@ -412,7 +413,7 @@ _MESSAGES = frozenset({"collective-permute", "send", "recv"})
 
 
 def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
-    """Return the cost of a collective with its ring algorithm; see `bytes_sent` for the arguments."""
+    """Return the cost of a collective as XLA names it, with ring algorithms; see `bytes_sent` for the arguments."""
     check_choice("cost model", "a collective", KINDS, kind=kind)
     return _AS_SENT[kind](payload_bytes, group_size)
 
@@ -441,10 +442,11 @@ def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Li
 def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: int, axes: Sequence[str] = ()) -> Link:
     """Return the link of a collective over groups of `num_nodes * per_node` GPUs.
 
-    This is the measured link of the mesh axes, if the profile has one, or the link within a node. Between nodes, NCCL
-    builds `per_node` rings, each through the network port of a different GPU (NVIDIA/nccl, src/graph/tuning.cc, version
-    2.23, 2024). Rings therefore have the bandwidth of `per_node` ports, at most the bandwidth inside a node, and
-    `num_nodes - 1` of the N-1 steps have the latency of the network. Other collectives use a single port.
+    If the profile has a measured link of the mesh axes, return it. Within a node, return the cluster's `inside`.
+    Between nodes, NCCL builds `per_node` rings, each through the network port of a different GPU (NVIDIA/nccl,
+    src/graph/tuning.cc, version 2.23, 2024). Rings therefore have the bandwidth of `per_node` ports, at most the
+    bandwidth inside a node, and `num_nodes - 1` of the N-1 steps have the latency of the network. Other collectives use
+    a single port.
     """
     check_positive_int(f"cluster `{cluster.name}`", "a group size", num_nodes=num_nodes, per_node=per_node)
     measured = cluster.measured(axes, permute=kind in _MESSAGES)

@@ -39,13 +39,13 @@ def test_json(meshpar):
 
 def test_all_reduce_algorithms_are_compared(meshpar):
     code, out, _ = meshpar("--ranks", 64, "--json")
-    names = [one["algorithm"] for one in json.loads(out)["accounts"]]
+    names = [one["algorithm"] for one in json.loads(out)["breakdowns"]]
     assert code == 0
     assert set(names) == {
         "ring", "recursive-doubling", "halving-doubling", "tree", "hierarchical", "root", "parameter-server",
     }  # fmt: skip
     _, out, _ = meshpar("--json")
-    assert "hierarchical" not in [one["algorithm"] for one in json.loads(out)["accounts"]]  # one node
+    assert "hierarchical" not in [one["algorithm"] for one in json.loads(out)["breakdowns"]]  # one node
     _, out, _ = meshpar("--ranks", 12, "--inner", 4, "--alpha", "1e-6", "--bandwidth", "1e9")
     assert "hierarchical" in out
 

@@ -273,7 +273,7 @@ def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
         (("RECIPE", "--mesh", "fsdp=512"), "8 local devices. Use --mesh fsdp=8, or --cluster h100:64x8"),
         (("RECIPE", "--cluster", "h1000:8x8"), "Did you mean `h100`"),
         (("RECIPE", "--cluster", "FOLDER/broken.json"), "broken.json"),
-        (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "h100:8x8 has 64 GPUs"),
+        (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "64 GPUs of h100:8x8"),
         (("RECIPE", "--html", "FOLDER/none/report.html"), "no folder"),
         (("RECIPE", "--save-budget", "FOLDER/none/budget.json"), "no folder"),
         (("RECIPE", "--budget", "FOLDER/none.json"), "no such file"),

@@ -38,11 +38,11 @@ def test_a_narrow_terminal_wraps_the_table():
     table = make("dualpipe", 4, 8)
     console = Console(width=60, force_terminal=True, color_system="truecolor", highlight=False)
     with console.capture() as shown:
-        console.print(command.Look(table, table.simulate()))
+        console.print(command.SimulatedSchedule(table, table.simulate()))
     assert "\x1b[" in shown.get()
     plain = Console(width=60, highlight=False)
     with plain.capture() as shown:
-        plain.print(command.Look(table, table.simulate()))
+        plain.print(command.SimulatedSchedule(table, table.simulate()))
     lines = shown.get().split("\n\ndualpipe:")[0].splitlines()
     assert len(lines) > 4
     for stage, row in enumerate(str(table).splitlines()):

@@ -119,11 +119,11 @@ def test_permutes_between_nodes_share_the_port():
     cluster = parse_cluster("h100:2x8")
     found = mc.choose("all_gather", 16e6, 16, cluster=cluster)
     ours = [cost for name, cost in found.alternatives.items() if name != "xla"]
-    assert {leg.link for cost in ours for leg in cost.legs} == {cluster.across}
-    (leg,) = found.alternatives["xla"].legs
-    assert leg.link.bytes_per_s == 8 * cluster.across.bytes_per_s
+    assert {phase.link for cost in ours for phase in cost.phases} == {cluster.across}
+    (phase,) = found.alternatives["xla"].phases
+    assert phase.link.bytes_per_s == 8 * cluster.across.bytes_per_s
     inside = mc.choose("all_gather", 16e6, 4, cluster=cluster, axes=("b",), mesh={"a": 4, "b": 4})
-    assert inside.alternatives["ring"].legs[0].link == cluster.inside
+    assert inside.alternatives["ring"].phases[0].link == cluster.inside
 
 
 def test_several_axes_consider_the_hierarchical_algorithm():
@@ -131,7 +131,7 @@ def test_several_axes_consider_the_hierarchical_algorithm():
     found = mc.choose("all_reduce", 1e9, 16, cluster="h100:2x8", axes=("data", "tensor"), mesh=mesh)
     assert found.algorithm == "xla"
     assert next(name for name in found.alternatives if name != "xla") == "hierarchical"
-    inside, across = found.alternatives["hierarchical"].legs
+    inside, across = found.alternatives["hierarchical"].phases
     cluster = parse_cluster("h100:2x8")
     assert (inside.link, across.link) == (cluster.inside, cluster.across)
 
@@ -230,7 +230,7 @@ def test_cpu_devices_use_a_measured_default(ranks):
         assert (chosen.algorithm, next(a for a in chosen.alternatives if a != "xla")) == ("xla", fastest)
         assert "links: default for CPU host devices: meshpar bench collectives" in chosen.why
         assert "-core" in chosen.why
-        assert chosen.alternatives["ring"].legs[0].where == "measured, for all axes"
+        assert chosen.alternatives["ring"].phases[0].where == "measured, for all axes"
     assert "default for CPU" not in mc.choose("all_reduce", 96, 6, cluster="h100:1x8").why
     kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
     assert "psum" in str(jax.make_jaxpr(ranks(6).view(kernel))(rows(6)))

@@ -23,7 +23,7 @@ from meshpar.hardware.calculators import (
     zero_bytes_per_param,
 )
 from meshpar.hardware.clusters import parse_cluster
-from meshpar.hardware.cost_breakdown import account
+from meshpar.hardware.cost_breakdown import breakdown
 from meshpar.sharding.units import parse_count
 from tests.errors import raises
 
@@ -156,11 +156,11 @@ def test_cost_command_rejects_options_without_effect(meshpar, words, wanted):
 
 def test_times_of_a_cluster_follow_the_links():
     cluster = parse_cluster("h100:8x8")
-    passes = account("all-gather", 14e9, 64, cluster).time_s
+    passes = breakdown("all-gather", 14e9, 64, cluster).time_s
     sheet = zero(params=7e9, ranks=64, cluster=cluster)
     assert [sheet[f"{stage} communication"] / passes for stage in STAGES] == pytest.approx([2, 2, 2, 3])
     assert [sheet[f"{stage} sent"] / (63 / 64 * 14e9) for stage in STAGES] == pytest.approx([2, 2, 2, 3])
-    latency_s = account("reduce-scatter", 0, 64, cluster).time_s
+    latency_s = breakdown("reduce-scatter", 0, 64, cluster).time_s
     assert accumulate(steps=8, arrays=100, cluster=cluster)["each micro-step: latency"] == pytest.approx(
         800 * latency_s
     )
@@ -170,10 +170,10 @@ def test_times_of_a_cluster_follow_the_links():
 def test_crossovers_have_equal_latency_and_bandwidth_terms():
     cluster = parse_cluster("h100:8x8")
     size = bucket(ranks=64, cluster=cluster)["crossover"]
-    times = [account("ring", n, 64, cluster).time_s for n in (0, size)]
+    times = [breakdown("ring", n, 64, cluster).time_s for n in (0, size)]
     assert times[1] == pytest.approx(2 * times[0])
     tokens = moe(ranks=64, k=8, width=1024, cluster=cluster)["crossover, tokens"]
-    times = [account("all-to-all", n, 64, cluster).time_s for n in (0, 2 * tokens * 8 * 1024 / 64)]
+    times = [breakdown("all-to-all", n, 64, cluster).time_s for n in (0, 2 * tokens * 8 * 1024 / 64)]
     assert times[1] == pytest.approx(2 * times[0])
 
 

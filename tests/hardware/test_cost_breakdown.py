@@ -1,4 +1,4 @@
-"""Itemised accounts: the literature's numbers, links by place, and figures as people write them."""
+"""Itemised breakdowns: the literature's numbers, links by place, and figures as people write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
-from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, account, compare
+from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, breakdown, compare
 from meshpar.sharding.units import si
 from tests.errors import raises
 
@@ -19,7 +19,7 @@ POD = parse_cluster("h100:8x8")
 @pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
 def test_breakdown_of_7b_gradients(ranks, sent):
     """14 GB of bfloat16 gradients, and what each rank of a ring sends of them."""
-    found = account("ring", 14e9, ranks, POD)
+    found = breakdown("ring", 14e9, ranks, POD)
     assert found.bytes_sent == found.lower_bound_bytes == sent
     assert si(found.bytes_sent, "B") == {8: "24.5 GB", 64: "27.56 GB"}[ranks]
     assert found.steps == 2 * (ranks - 1)
@@ -27,7 +27,7 @@ def test_breakdown_of_7b_gradients(ranks, sent):
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "hierarchical"])
 def test_breakdowns_match_closed_forms(name):
-    found, expected = account(name, 8e6, 8, LINK), ALGORITHMS[name].cost(8e6, 8)
+    found, expected = breakdown(name, 8e6, 8, LINK), ALGORITHMS[name].cost(8e6, 8)
     assert (found.steps, found.bytes_sent) == (expected.steps, expected.bytes_sent)
     assert found.time_s == pytest.approx(expected.time_s(LINK))
     assert found.time_s == found.latency_s + found.bandwidth_s
@@ -39,64 +39,64 @@ def test_breakdowns_match_closed_forms(name):
 
 
 def test_servers_and_two_levels():
-    assert account("parameter_server", 8e6, 8, LINK, servers=4).bytes_sent == pytest.approx(8e6 / 4 * (8 + 4 - 2))
-    found = account("hierarchical", 8e6, 64, LINK, inner=8)
+    assert breakdown("parameter_server", 8e6, 8, LINK, servers=4).bytes_sent == pytest.approx(8e6 / 4 * (8 + 4 - 2))
+    found = breakdown("hierarchical", 8e6, 64, LINK, inner=8)
     expected = cost.hierarchical_all_reduce(8e6, 64, inner=8)
-    assert [leg.cost for leg in found.legs] == [expected.inside, expected.across]
+    assert [phase.cost for phase in found.phases] == [expected.inside, expected.across]
     assert found.time_s == pytest.approx((expected.inside + expected.across).time_s(LINK))
     assert "K = 8, M = 8" in str(found)
 
 
 def test_ranks_that_fit_a_node_use_its_links():
-    (inside,) = account("ring", 1e6, 8, POD).legs
+    (inside,) = breakdown("ring", 1e6, 8, POD).phases
     assert inside.link == POD.inside
-    (ring,) = account("ring", 1e6, 64, POD).legs
+    (ring,) = breakdown("ring", 1e6, 64, POD).phases
     assert ring.link == cost.collective_link("all-reduce", POD, num_nodes=8, per_node=8)
     assert ring.where == "between 8 nodes, 8 ports per node"
-    assert account("ring", 1e6, 64, POD, by_messages=True).legs[0].link == POD.across
-    assert account("tree", 1e6, 9, POD).legs[0].link == POD.across
-    inside, across = account("hierarchical", 1e6, 64, POD).legs
+    assert breakdown("ring", 1e6, 64, POD, by_messages=True).phases[0].link == POD.across
+    assert breakdown("tree", 1e6, 9, POD).phases[0].link == POD.across
+    inside, across = breakdown("hierarchical", 1e6, 64, POD).phases
     assert (inside.link, across.link) == (POD.inside, POD.across)
 
 
 def test_breakdown_uses_measured_axis_links():
     mine = Links(devices="cpu", axes={"data": LINK})
-    found = account("all-gather", 1e6, 8, mine, axes=("data",), mesh={"data": 8})
-    assert found.legs[0].link == LINK
-    assert found.legs[0].where == "measured along `data`"
+    found = breakdown("all-gather", 1e6, 8, mine, axes=("data",), mesh={"data": 8})
+    assert found.phases[0].link == LINK
+    assert found.phases[0].where == "measured along `data`"
     pod = dataclasses.replace(POD, axes={"data": LINK})
-    assert account("ring", 1e6, 8, pod, axes=("data",), mesh={"data": 8}).legs[0].link == LINK
-    assert account("ring", 1e6, 8, pod).legs[0].link == POD.inside
+    assert breakdown("ring", 1e6, 8, pod, axes=("data",), mesh={"data": 8}).phases[0].link == LINK
+    assert breakdown("ring", 1e6, 8, pod).phases[0].link == POD.inside
 
 
 def test_the_crossover_is_where_both_take_as_long():
     for ranks in (6, 8, 64):
-        at = account("ring", 1.0, ranks, POD).crossover_bytes
-        ring, tree = account("ring", at, ranks, POD), account("recursive-doubling", at, ranks, POD)
+        at = breakdown("ring", 1.0, ranks, POD).crossover_bytes
+        ring, tree = breakdown("ring", at, ranks, POD), breakdown("recursive-doubling", at, ranks, POD)
         assert ring.time_s == pytest.approx(tree.time_s)
-    assert account("ring", 1e6, 2, POD).crossover_bytes is None
-    assert account("all-gather", 1e6, 8, POD).crossover_bytes is None
+    assert breakdown("ring", 1e6, 2, POD).crossover_bytes is None
+    assert breakdown("all-gather", 1e6, 8, POD).crossover_bytes is None
 
 
 def test_side_by_side_the_quickest_comes_first():
     found = compare(ALL_REDUCES, 14e9, 64, POD)
-    times = [one.time_s for one in found.accounts]
+    times = [one.time_s for one in found.breakdowns]
     assert times == sorted(times)
-    assert [one.name for one in found.accounts][:2] == ["ring", "hierarchical"]
+    assert [one.name for one in found.breakdowns][:2] == ["ring", "hierarchical"]
     shown = str(found)
     assert all(name in shown for name in ALL_REDUCES)
     assert "27.56 GB" in shown
 
 
 def test_breakdown_prints_what_the_formula_omits():
-    assert "not a power of two" in str(account("recursive-doubling", 1e6, 6, LINK))
-    assert not account("recursive-doubling", 1e6, 8, LINK).notes
-    assert not account("ring", 1e6, 6, LINK).notes
+    assert "not a power of two" in str(breakdown("recursive-doubling", 1e6, 6, LINK))
+    assert not breakdown("recursive-doubling", 1e6, 8, LINK).notes
+    assert not breakdown("ring", 1e6, 6, LINK).notes
 
 
 def test_breakdown_accepts_aliases():
-    assert all(account(alias, 1.0, 4, LINK).name == name for alias, name in ALIASES.items())
-    assert account("Halving_Doubling", 1.0, 4, LINK).name == "halving-doubling"
+    assert all(breakdown(alias, 1.0, 4, LINK).name == name for alias, name in ALIASES.items())
+    assert breakdown("Halving_Doubling", 1.0, 4, LINK).name == "halving-doubling"
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_breakdown_accepts_aliases():
 )
 def test_breakdown_rejects_invalid_arguments(arguments, options, code):
     with raises(code):
-        account(*arguments, **options)
+        breakdown(*arguments, **options)
