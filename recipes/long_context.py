@@ -1,4 +1,4 @@
-"""Byte-level decoder with long sequences and context parallelism.
+r"""Byte-level decoder with long sequences and context parallelism.
 
     meshpar train recipes/long_context.py
     meshpar train recipes/long_context.py --set data.seq_len=4096 --set batch_size=2 --name longer

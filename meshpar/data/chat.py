@@ -51,8 +51,8 @@ class ChatData:
     """
 
     files: Mapping[str, tuple[str, ...]] | tuple[str, ...] = ()
-    """.jsonl and .parquet files, globs or folders. Each line or row is a conversation. A mapping has the files of each
-    name in `sources`.
+    """.jsonl and .parquet files, globs or folders. Each line or row is a conversation. With `sources`, it may be a
+    mapping from the name of a source to its files.
 
     The fields `tools` (a list of JSON schemas, or the list as a JSON string) and `documents` are rendered if the
     template reads them. Unused fields are logged once and counted in `describe()`."""

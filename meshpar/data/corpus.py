@@ -27,10 +27,10 @@ class TextData:
 
     files: Mapping[str, tuple[str, ...]] | tuple[str, ...] = (STDLIB,)
     """Files, globs, folders of .txt/.py/.md/.jsonl/.parquet, or `stdlib`: the source of Python's standard library.
-    A mapping has the files of each name in `sources`."""
+    With `sources`, it may be a mapping from the name of a source to its files."""
     sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Weights of a mixture: the fraction of the examples that is drawn from each source. A name is a file, folder or
-    glob, unless `files` has its files. The options below apply to each source."""
+    """Weights of a mixture: the fraction of the examples that is drawn from each source. A name is a key of `files`, or
+    a file, folder or glob. The options below apply to each source."""
     text_field: str = "text"
     """Field of a .jsonl line, or column of a .parquet file, with the text."""
     max_bytes: int | None = None

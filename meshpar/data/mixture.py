@@ -1,4 +1,4 @@
-"""Mixtures of sources: which source each training example is drawn from.
+"""Mixtures of sources: the order in which training examples are drawn from several sources.
 
     weights ─► Mixture ─► index of an example ─► (source, index in the source) ─► row
                                                   each source repeats in a new order per epoch
