@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from meshpar.sharding.types import Decision, Leaf, MeshparError
     from meshpar.training.expert_rebalancing import rebalance_experts
     from meshpar.training.lora import Lora, lora
+    from meshpar.training.options import StepOptions
     from meshpar.training.sharding_table import ShardingTable, shardings
     from meshpar.training.state import TrainState, abstract_state, init_state, load_params
     from meshpar.training.step import eval_step, train_step
@@ -64,8 +65,8 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model",
-    "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy",
-    "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "collectives", "constrain",
+    "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "StepOptions",
+    "Strategy", "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "collectives", "constrain",
     "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel", "explain",
     "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "inspect",
     "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline", "pipeline_parallel",

@@ -56,10 +56,9 @@ def recipe(devices: int = 8) -> mp.Recipe:
         loss=next_token_loss,
         data=data,
         optimizer=optimizer,
-        precision=mp.Precision(compute="bfloat16"),
-        remat="minimal",
         steps=200,
         batch_size=devices,
+        step=mp.StepOptions(precision=mp.Precision(compute="bfloat16"), remat="minimal"),
         validate_every=100,
         sample=mp.Sample(prompt="def ", num_tokens=64, temperature=0.7),
     )

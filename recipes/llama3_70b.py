@@ -9,7 +9,7 @@ Hardware: 512 GPUs with 80 GB. The state is 12 bytes per parameter, sharded over
 has 4,194,304 tokens. The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
 `explain` (jax 0.10) estimates 51 of 80 GB in use. In each step a GPU sends 68 GB over fsdp and 755 GB over tensor. A
-step takes 8.5 s with 83 % of the communication hidden. With --set interleave=4 the estimate is 7.9 s and 90 % (jax
+step takes 8.5 s with 83 % of the communication hidden. With --set step.interleave=4 the estimate is 7.9 s and 90 % (jax
 0.12). With a single sequence per micro-step, the computation is too short to hide the communication between nodes.
 """
 
@@ -52,11 +52,13 @@ def recipe(devices: int = 512) -> mp.Recipe:
         optimizer=optimizer,
         steps=100_000,
         batch_size=8 * (devices // tensor),
-        accumulate=1 if many else 8,
-        interleave=2 if many else 1,
-        precision=mp.Precision(compute="bfloat16"),
-        remat="save:query,key,value,attention_out" if many else "dots",
-        nonfinite="skip",
+        step=mp.StepOptions(
+            accumulate=1 if many else 8,
+            interleave=2 if many else 1,
+            precision=mp.Precision(compute="bfloat16"),
+            remat="save:query,key,value,attention_out" if many else "dots",
+            nonfinite="skip",
+        ),
         validate_every=1000,
         checkpoint_every=500,
     )

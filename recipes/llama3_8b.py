@@ -51,10 +51,12 @@ def recipe(devices: int = 64) -> mp.Recipe:
         optimizer=optimizer,
         steps=100_000,
         batch_size=4 * devices,
-        accumulate=2,
-        precision=mp.Precision(compute="bfloat16"),
-        remat="minimal",
-        nonfinite="skip",
+        step=mp.StepOptions(
+            accumulate=2,
+            precision=mp.Precision(compute="bfloat16"),
+            remat="minimal",
+            nonfinite="skip",
+        ),
         validate_every=1000,
         checkpoint_every=1000,
     )

@@ -9,7 +9,7 @@ bound) and 13 GB on each device:
 
     meshpar explain recipes/llama3_8b.py --cluster h100:8x8 --mesh fsdp=8,context=8 \
         --strategy "fsdp(axis=('fsdp','context')) | context_parallel()" --set data.seq_len=131072 \
-        --set batch_size=8 --set accumulate=1 --set remat=full
+        --set batch_size=8 --set step.accumulate=1 --set step.remat=full
 
 Hardware: two CPU cores with 8 host devices (mesh fsdp=2, context=4), or GPUs. Training needs 275 s of CPU time,
 including compilation and the report. The validation loss is 1.82 nats (2.63 bits per byte; a bigram model has 3.47).
@@ -61,7 +61,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
         optimizer=optimizer,
         steps=400,
         batch_size=-(-4 // batch_shards) * batch_shards,
-        remat="full",
+        step=mp.StepOptions(remat="full"),
         validate_every=200,
         checkpoint_every=200,
         sample=mp.Sample(prompt="def ", num_tokens=120, temperature=0.7),

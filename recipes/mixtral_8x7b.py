@@ -10,8 +10,8 @@ The recipe is tested with `meshpar shard` and `meshpar explain`, but not measure
 
 `explain --check` passes and estimates 49 of 80 GB in use. In a step of two micro-steps each GPU sends 183 GB of tokens
 inside its node (expert) and 100 GB of weights and gradients (fsdp). The simulated step lasts 16.5 s, and 53 % of the
-communication is hidden. With accumulate=4 and strategy=fsdp()|expert_parallel(), the estimates are 33 GB and 18.6 s,
-with twice the communication of weights.
+communication is hidden. With step.accumulate=4 and strategy=fsdp()|expert_parallel(), the estimates are 33 GB and
+18.6 s, with twice the communication of weights.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ def recipe(devices: int = 64) -> mp.Recipe:
         optimizer=optimizer,
         steps=100_000,
         batch_size=8 * devices,
-        accumulate=2,
-        precision=mp.Precision(compute="bfloat16"),
-        remat="full",
-        nonfinite="skip",
+        step=mp.StepOptions(accumulate=2, precision=mp.Precision(compute="bfloat16"), remat="full", nonfinite="skip"),
         validate_every=1000,
         checkpoint_every=500,
     )

@@ -84,12 +84,13 @@ WEIRD = (
     "x" * 5000, "1,2,3", "0x10", "1_000", " ", "-0", "*", "**/**/**", "%s", "{x}", "__import__('os').abort()",
 )  # fmt: skip
 FIELDS = (
-    "steps", "batch_size", "accumulate", "seed", "mesh.fsdp", "mesh.data", "mesh", "strategy", "model.vocab_size",
+    "steps", "batch_size", "step.accumulate", "seed", "mesh.fsdp", "mesh.data", "mesh", "strategy", "model.vocab_size",
     "model.num_layers", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", "model.attention",
     "data.seq_len", "data.prefetch", "data.files", "data.valid_fraction", "data.max_bytes", "data.tokenizer",
-    "optimizer.lr", "optimizer.warmup_steps", "optimizer.b1", "precision.compute", "remat", "interleave", "nonfinite",
-    "validate_every", "checkpoint_every", "keep_checkpoints", "sample.num_tokens", "sample.temperature", "name",
-    "xla.x", "no.such", "model", "data",
+    "optimizer.lr", "optimizer.warmup_steps", "optimizer.b1", "step.precision.compute", "step.remat",
+    "step.interleave", "step.nonfinite", "validate_every", "checkpoint_every", "keep_checkpoints",
+    "sample.num_tokens", "sample.temperature", "name",
+    "step.xla.x", "no.such", "model", "data",
 )  # fmt: skip
 CONTENTS = (
     "", "{}", "[]", "null", "3", '"x"', "{", DEEP, '{"a":' * 50_000, "\x00\x01", '{"devices": 1}', '{"plans": []}',

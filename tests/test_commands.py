@@ -226,7 +226,7 @@ def test_pip_commands_install_declared_extras() -> None:
 FEW_STEPS = ("steps=2", "data.valid_fraction=0.2", "data.valid_batches=1")
 SHORT_TEXT = (*FEW_STEPS, "data.max_bytes=600000", "data.seq_len=64", "sample.num_tokens=4")
 SMALL = (
-    *FEW_STEPS, "data.seq_len=16", "batch_size=16", "accumulate=1", "model.num_layers=2", "model.embed_dim=16",
+    *FEW_STEPS, "data.seq_len=16", "batch_size=16", "step.accumulate=1", "model.num_layers=2", "model.embed_dim=16",
     "model.num_heads=8", "model.num_kv_heads=8", "model.mlp_dim=32", "model.attention=xla",
 )  # fmt: skip
 SMALLER = {
@@ -378,7 +378,7 @@ READERS = {
     "--bytes": parse_bytes,
     "--profile": parse_steps,
     "--set": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(text),
-    "--xla": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(f"xla.{text}"),
+    "--xla": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(f"step.xla.{text}"),
 }
 """Parsers of options whose help contains examples."""
 

@@ -37,7 +37,7 @@ def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
     mesh = recipe.mesh.abstract()
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
-    table = mp.shardings(model, mesh, recipe.strategy, tx=tx, precision=recipe.precision)
+    table = mp.shardings(model, mesh, recipe.strategy, tx=tx, precision=recipe.step.precision)
     assert table.totals.num_params > 0
     json.dumps(recipe.to_json())
     if not file.stem.startswith(("llama", "mixtral", "deepseek")):

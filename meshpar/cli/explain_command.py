@@ -215,7 +215,7 @@ class Subject:
         recipe = self.recipe
         model = build_model(recipe)
         tx = build_optimizer(recipe, model, self.mesh)
-        state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.precision)
+        state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.step.precision)
         return build_step(recipe), state
 
     def explained(self, pod: PodProcess | None) -> Report:

@@ -230,12 +230,12 @@ def cli() -> None:
 
 
 def _xla(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> None:
-    """Treat `--xla NAME=VALUE` as `--set xla.NAME=VALUE`. The option is eager, so click reads it before `--set`."""
+    """Treat `--xla NAME=VALUE` as `--set step.xla.NAME=VALUE`. The option is eager, so click reads it before `--set`."""
     for value in values:
         if not re.fullmatch(r"[^=]+=.+", value):
             reason, fix = "it must be NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"
             raise problem(f"--xla {value}", "set an XLA option", reason, fix, code="bad-syntax")
-    context.meta[__name__] = tuple(f"xla.{value.lstrip('-')}" for value in values)
+    context.meta[__name__] = tuple(f"step.xla.{value.lstrip('-')}" for value in values)
 
 
 field_options = options(
@@ -430,11 +430,11 @@ def shard(
         where = f"mesh {', '.join(f'{axis}={size}' for axis, size in config.mesh.items() if size != 1)}"
         reason = "the size -1 depends on the number of devices"
         raise problem(where, "compute shardings", reason, "set the number: --devices 4096", code="missing-argument")
-    check_options(config.xla)  # they change no sharding, but an error is more useful now than during training
+    check_options(config.step.xla)  # they change no sharding, but an error is more useful now than during training
     abstract_mesh = config.mesh.abstract(devices)
     model = build_model(config)
     tx = build_optimizer(config, model, abstract_mesh)
-    report = shardings(model, abstract_mesh, config.strategy, tx=tx, precision=config.precision)
+    report = shardings(model, abstract_mesh, config.strategy, tx=tx, precision=config.step.precision)
     print_report(report, as_json=as_json)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
 """Attributes of an MoE config that the planner reads."""
+_CHOSEN = ("mesh", "strategy", "step.remat", "step.accumulate", "step.interleave")
+"""Fields of a recipe that the planner chooses."""
 
 
 @click.command()
@@ -111,18 +113,17 @@ def plans_for(
     from meshpar.cli.explain_command import batch_of
     from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.hardware.clusters import parse_cluster
-    from meshpar.planner.layout import Layout
     from meshpar.planner.plan import plan as plan_for
     from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)
-    fields = [*Layout.__dataclass_fields__]
     for assignment in assignments:
-        if (field := assignment.partition("=")[0].split(".")[0].strip()) in fields:
-            reason, fix = f"the planner chooses {', '.join(fields)}", "remove it, or check a mesh with --why-not"
+        field = assignment.partition("=")[0].strip()
+        if field in _CHOSEN or field.startswith("mesh."):
+            reason, fix = f"the planner chooses {', '.join(_CHOSEN)}", "remove it, or check a mesh with --why-not"
             raise problem(f"--set {assignment}", f"fix `{field}`", reason, fix, code="conflict")
     # The batch size from --set may not be divisible by the recipe's micro-steps, which the planner replaces.
-    recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "accumulate=1")
+    recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "step.accumulate=1")
     recipe = with_model(recipe, from_hf, assignments)
     model = build_model(recipe)
     return plan_for(
@@ -132,10 +133,10 @@ def plans_for(
         top=top,
         verify=verify,
         loss=recipe.loss,
-        loss_is=recipe.loss_is,
+        loss_is=recipe.step.loss_is,
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
-        precision=recipe.precision,
-        xla=recipe.xla,
-        remat=recipe.remat,
+        precision=recipe.step.precision,
+        xla=recipe.step.xla,
+        remat=recipe.step.remat,
         **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _MOE_FIELDS},
     )

@@ -60,7 +60,7 @@ from meshpar.sharding.types import (
     problem,
 )
 from meshpar.training.lora import Lora
-from meshpar.training.options import ReduceGradients, StepOptions
+from meshpar.training.options import StepOptions
 from meshpar.training.step import TrainStep
 
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "it must be positive")
@@ -303,25 +303,10 @@ class Recipe:
     """Number of updates."""
     batch_size: int
     """Examples of the global batch of one update, over all devices and micro-steps."""
-    accumulate: int = 1
-    """Micro-steps per update."""
-    reduce_gradients: ReduceGradients | None = None
-    """When gradients are reduced over devices, as in `train_step`."""
-    loss_is: Literal["mean_over_examples"] | None = None
-    """States that a scalar loss is a mean over examples with equal weights, as in `train_step`."""
-    precision: Precision = dataclasses.field(default_factory=Precision)
-    """Dtypes of parameters, computation and gradient reduction."""
-    remat: str | None = None
-    """Activations that are saved for the backward pass instead of recomputed: "full", "dots", "minimal", "all_dots",
-    "save:NAMES" or "offload:NAMES", as in `train_step`; None recomputes nothing."""
-    interleave: int = 1
-    """Number of slices of the local batch whose layers overlap, as in `train_step`."""
-    nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    """What to do if the loss or gradients are not finite."""
+    step: StepOptions = dataclasses.field(default_factory=StepOptions)
+    """Options of the training step: micro-steps, precision, rematerialization and others."""
     max_skipped: int = 100
-    """With nonfinite="skip", the run stops after this many consecutive skipped updates."""
-    xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
-    """XLA compile options, without leading dashes. They override the defaults for GPUs."""
+    """With `step.nonfinite="skip"`, the run stops after this many consecutive skipped updates."""
     pgle: bool = False
     """Profile-guided latency estimation: jax measures the first steps on GPUs (three by default) and compiles the step
     again, so that XLA's scheduler uses measured times. jax's compilation cache keeps the program, in `runs/jax_cache`
@@ -343,7 +328,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
-        for field, kind in (("mesh", MeshSpec), ("precision", Precision), ("lora", Lora), ("sample", Sample)):
+        for field, kind in (("mesh", MeshSpec), ("step", StepOptions), ("lora", Lora), ("sample", Sample)):
             value = getattr(self, field)
             is_kind = isinstance(value, kind) or (value is None and field in ("lora", "sample"))
             _check(f"Recipe.{field}", value, is_kind, f"it must be an mp.{kind.__name__}", "wrong-type")
@@ -366,13 +351,8 @@ class Recipe:
         _check("Recipe.seed", self.seed, is_int64, "it must be a 64-bit integer")
         is_name = re.fullmatch(r"[\w.-]{1,200}", self.name) is not None and self.name.strip("-_.") != ""
         _check("Recipe.name", self.name, is_name, "a folder name has at most 200 letters, digits, - _ . only")
-        _ = self.step_options  # checks its fields
-        where, requested = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.accumulate} micro-steps"
-        check_divides(where, requested, self.batch_size, self.accumulate)
-
-    @property
-    def step_options(self) -> StepOptions:
-        return StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
+        where, requested = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.step.accumulate} micro-steps"
+        check_divides(where, requested, self.batch_size, self.step.accumulate)
 
     def replace(self, **changes: Any) -> Recipe:
         return dataclasses.replace(self, **changes)
@@ -411,7 +391,7 @@ def open_data(recipe: Recipe, *, batch_size: int | None = None) -> Source:
 
 def build_step(recipe: Recipe) -> TrainStep:
     """Return the training step that `train` runs and `explain` compiles."""
-    return TrainStep(recipe.loss, recipe.step_options)
+    return TrainStep(recipe.loss, recipe.step)
 
 
 # ---- From a file -----------------------------------------------------------------------------------------------------
@@ -499,7 +479,8 @@ def _plain(value: Any) -> Any:
         return value.label
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.repr}
-        return fields if isinstance(value, Recipe | Precision) else {"type": type(value).__name__, **fields}
+        has_one_type = isinstance(value, Recipe | StepOptions | Precision)
+        return fields if has_one_type else {"type": type(value).__name__, **fields}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -517,8 +498,9 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "pgle", "validate_every",
-    "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
+    "name", "steps", "mesh", "strategy", "step.remat", "step.nonfinite", "step.xla", "max_skipped", "pgle",
+    "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers",
+    "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may change when a run is resumed, because they do not change the model, the data or the updates."""
 
@@ -528,10 +510,13 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ between results of `to_json`, as dotted path -> (before, after).
 
-    The older recipe may be from a version with fewer fields, whose values are in `defaults`, from `defaults_of`.
+    The older recipe may be from a version with fewer fields, whose values are in `defaults`, from `defaults_of`, or
+    from a version that had the fields of `step` in the recipe itself.
     """
     absent = "(absent)"
-    old, new = dict(_flat(before)), dict(_flat(after))
+    step_fields = {field.name for field in dataclasses.fields(StepOptions)}
+    step = {name: value for name, value in before.items() if name in step_fields}
+    old, new = dict(_flat({"step": step} | {k: v for k, v in before.items() if k not in step})), dict(_flat(after))
     # Defaults apply only to configs that the older recipe has.
     configs = {"", *(path.rpartition(".")[0] for path in old)}
     implied = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in configs}
@@ -645,7 +630,7 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
         return int | float | bool | str
     fields = {field.name for field in dataclasses.fields(value) if field.init}
     if name not in fields:
-        elsewhere = [inner for inner, _ in _flat(_plain(value)) if inner.rpartition(".")[2] == name]
+        elsewhere = [inner for inner in _paths(_plain(value)) if inner.rpartition(".")[2] == name]
         others = " or ".join(f"`{'.'.join((*path, inner))}`" for inner in elsewhere[:3])
         reason, fix = f"{type(value).__name__} has no field `{name}`", f"did you mean {others}?"
         raise problem(where, "set a field", reason, fix if others else near(name, fields), code="unknown-name")
@@ -653,6 +638,14 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
         return typing.get_type_hints(type(value))[name]
     except NameError:  # an annotation that only a type checker can resolve
         return type(getattr(value, name))
+
+
+def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all fields in a result of `_plain`."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
 
 
 class _Unreadable(Exception):

@@ -77,7 +77,7 @@ from meshpar.training.step import eval_step
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Model fields that the recipe keeps with --from-hf. The Hugging Face folder sets all others."""
-REPLAYED = ("steps", "remat", "nonfinite")
+REPLAYED = ("steps", "step.remat", "step.nonfinite")
 """Recipe fields that may change on resume although they change the program.
 
 To compare programs, the step is lowered again with the old values of these fields.
@@ -192,7 +192,7 @@ def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
     """Derive the shardings of the state, and check that the state of all host devices fits in this host's memory."""
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
-    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.step.precision)
     local_devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     if local_devices and local_devices[0].platform == "cpu":
         totals = setup.table.totals
@@ -243,9 +243,11 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout
-    fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    planned = recipe.replace(**{**fields, "accumulate": 1, "reduce_gradients": None})
-    return planned.override(f"accumulate={layout.accumulate}", *assignments)
+    step = dataclasses.replace(
+        recipe.step, accumulate=1, reduce_gradients=None, remat=layout.remat, interleave=layout.interleave
+    )
+    planned = recipe.replace(mesh=layout.mesh, strategy=layout.strategy, step=step)
+    return planned.override(f"step.accumulate={layout.accumulate}", *assignments)
 
 
 def _hooks(
@@ -259,7 +261,7 @@ def _hooks(
 ) -> list[Hook]:
     # Ten measurements in a short run, one per 100 steps in a long run.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
-    validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
+    validation = eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla)
     averaged = None if averages_of(setup.abstract.opt_state) is None else ema_params
     mixture = source if isinstance(source, MixedSource) else None
     batches = source.valid if mixture is None else mixture.valid_by_source
@@ -456,7 +458,8 @@ def _check_same_program(
         screen.print(f"skipping the comparison with the program of the earlier steps: {', '.join(reasons)} changed")
         return
     if fields:
-        recipe, mesh = program.recipe.replace(**{name: changed[name][0] for name in fields}), program.setup.mesh
+        recipe = program.recipe.override(*(f"{name}={changed[name][0]}" for name in fields))
+        mesh = program.setup.mesh
         assert isinstance(mesh, jax.sharding.Mesh)
         current = StepProgram(recipe, _setup(recipe, mesh), program.batches).to_json()
     if saved["fingerprint"] == current["fingerprint"]:
@@ -490,7 +493,7 @@ def _json_finite(value: Any) -> Any:
 def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: Path) -> dict[str, str]:
     totals = setup.table.totals
     per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
-    accumulation = f" in {recipe.accumulate} microbatches" if recipe.accumulate > 1 else ""
+    accumulation = f" in {recipe.step.accumulate} microbatches" if recipe.step.accumulate > 1 else ""
     return {
         "run": str(folder),
         "devices": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",
@@ -521,7 +524,7 @@ def _data_line(description: Mapping[str, Any]) -> str:
 
 def _fit_options(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str, Any]:
     """Return keyword arguments for `fit`. Tokens per step, FLOPs per step and peak FLOP/s are None if unknown."""
-    inputs, precision = batches.spec.get("inputs"), recipe.precision
+    inputs, precision = batches.spec.get("inputs"), recipe.step.precision
     tokens = flops = None
     if inputs is not None and len(inputs.shape) == 2 and np.issubdtype(inputs.dtype, np.integer):
         tokens, flops_per_token = math.prod(inputs.shape), getattr(recipe.model, "flops_per_token", None)
@@ -649,7 +652,7 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
     assert recipe.sample is not None
     state = state if averages_of(state.opt_state) is None else ema_params(state)
     model = state.setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
-    state = state.replace(params=cast_floating(merged_params(state), recipe.precision.compute))
+    state = state.replace(params=cast_floating(merged_params(state), recipe.step.precision.compute))
     prompt, num_tokens, temperature = dataclasses.astuple(recipe.sample)
     batch, options = [source.encode(prompt)], {"num_tokens": num_tokens, "temperature": temperature}
     (tokens,) = continued(state, recipe.model, batch, model=model, seed=recipe.seed, **options)

@@ -82,7 +82,7 @@ def verify(
             first.append(Case(mesh=MeshSpec(**small.mesh.resolve(devices)), strategy=as_strategy(small.strategy)))  # type: ignore[arg-type]
         report = run(
             model, small.loss, batch_of(small, seed), cases=cases, seed=seed, time_s=time_s, case=case, dtype=dtype,
-            loss_is=small.loss_is, tx=tx, first=first, tell=tell, devices=jax.devices()[:devices],
+            loss_is=small.step.loss_is, tx=tx, first=first, tell=tell, devices=jax.devices()[:devices],
         )  # fmt: skip
     print_report(report, as_json=as_json)
     if report.smallest is not None and not as_json:

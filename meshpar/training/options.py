@@ -16,16 +16,54 @@ ReduceGradients: TypeAlias = Literal["each_microbatch", "once_across_groups", "o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a training step; see `train_step`."""
+    """Options of a training step: the keyword arguments of `train_step` and the field `step` of a recipe.
+
+    Example:
+      >>> options = mp.StepOptions(accumulate=4, remat="dots")
+      >>> step = mp.train_step(loss_fn, accumulate=4, remat="dots")
+    """
 
     accumulate: int = 1
+    """Number of micro-steps per update. Each device divides its local batch."""
     reduce_gradients: ReduceGradients | None = None
+    """When gradients are reduced over devices.
+
+    "each_microbatch" reduces them in each micro-step. "once_across_groups" does so only over the axes that
+    shard gradients, and reduces the accumulated shards over the other batch axes once, after the loop; the loss
+    receives the batch of a group. It is the default of `hsdp()`, if the model has no batch statistics and no other
+    feature that needs the global batch. "once" accumulates unreduced gradients and reduces them after the loop. It
+    gathers sharded parameters once and keeps them replicated, and the loss receives the local batch of a device. `key`
+    and the random streams of an NNX module then differ between devices."""
     precision: Precision = dataclasses.field(default_factory=Precision)
+    """Dtypes of parameters, compute and gradient reduction."""
     remat: str | None = None
+    """Activations that layers under `mp.scan_layers` save for the backward pass instead of recomputing them. `None`
+    saves everything.
+
+    "full" saves the inputs of layers. "dots" adds the results of matmuls with weights, "minimal" also those of
+    attention, and "all_dots" saves the results of all matmuls. "save:NAMES" saves arrays marked with `checkpoint_name`,
+    a comma-separated list, and "offload:NAMES" moves them to pinned host memory. `+` joins policies. The decoders of
+    meshpar mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up` and `mlp_out`."""
     interleave: int = 1
+    """Number of slices of the local batch. Layers compute the slices independently, so that messages of the first
+    slice (tensor or expert parallelism) overlap with matmuls of the second.
+
+    Gradients are reduced once per slice. A pipeline slices its microbatches at no extra cost. Statistics over examples,
+    such as a router's, are per slice. Random numbers differ between slices only for typed keys in
+    `scan_layers(extra=...)`."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+    """Reaction to a non-finite loss or gradient.
+
+    "skip" omits the update and counts it in `state.skipped`. "raise" does the same, and `fit` raises when it reads the
+    metric. "ignore" does not check."""
     loss_is: Literal["mean_over_examples"] | None = None
+    """"mean_over_examples" states that a scalar loss is a mean over equally weighted examples.
+
+    Without it, micro-steps, pipelines, quantized gradients and `reduce_gradients="once"` refuse a scalar, because the
+    mean of the means of unequal parts is not the mean of the batch."""
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
+    """Compile options, as names of XLA flags without dashes. They override the defaults for GPUs and the options of the
+    strategy."""
 
     def __post_init__(self) -> None:
         check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
@@ -36,6 +74,7 @@ class StepOptions:
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)
         check_choice("train_step", "the meaning of a scalar loss", (None, MEAN_OVER_EXAMPLES), loss_is=self.loss_is)
         precision = as_precision(self.precision, "train_step")
+        object.__setattr__(self, "precision", precision)
         check_not_float16("train_step", precision.compute or precision.params)
         check_remat(self.remat)
         check_kind(self.xla)

@@ -15,7 +15,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +57,14 @@ from meshpar.sharding.types import (
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_setup, engine_of_setup
-from meshpar.training.options import ReduceGradients, StepOptions, check_not_float16
+from meshpar.training.options import StepOptions, check_not_float16
 from meshpar.training.state import Setup, TrainState, check_state
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a `MeanLoss`, a `SumLoss` or a scalar, and a dict of scalars.
 
 Losses and metrics that the model reports (`meshpar.layers.auxiliary`) are added."""
+_Options = ParamSpec("_Options")
 
 
 class _Program:
@@ -197,49 +198,30 @@ class TrainStep(_Program):
         return value_fn
 
 
-def train_step(
-    loss_fn: LossFn,
-    *,
-    accumulate: int = 1,
-    reduce_gradients: ReduceGradients | None = None,
-    precision: Precision | None = None,
-    remat: str | None = None,
-    interleave: int = 1,
-    nonfinite: Literal["raise", "skip", "ignore"] = "raise",
-    loss_is: Literal["mean_over_examples"] | None = None,
-    xla: Options | None = None,
-) -> TrainStep:
+def _takes(
+    options: Callable[_Options, StepOptions],
+) -> Callable[[Callable[..., TrainStep]], Callable[Concatenate[LossFn, _Options], TrainStep]]:
+    """Give a function `(loss_fn, **options)` the signature of `options`, for editors and type checkers."""
+
+    def declare(function: Callable[..., TrainStep]) -> Callable[Concatenate[LossFn, _Options], TrainStep]:
+        signature, fields = inspect.signature(function), inspect.signature(options).parameters.values()
+        parameters = [signature.parameters["loss_fn"], *fields]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@_takes(StepOptions)
+def train_step(loss_fn: LossFn, **options: Any) -> TrainStep:
     """Create a training step from a loss function.
 
     Args:
       loss_fn: `(model, batch, key) -> (loss, metrics)`. The loss is `mp.MeanLoss(total, weight)`, `mp.SumLoss(total)`
         or a scalar. Metrics are a dict of scalars. Floats are means with the weight of the loss, integers are counts.
         `model` is the NNX module, the bound Linen module, or `apply` with its parameters.
-      accumulate: number of micro-steps per update. Every device divides its local batch.
-      reduce_gradients: when gradients are reduced over devices. "each_microbatch" reduces them in every micro-step into
-        shards. "once_across_groups" does so only over the axes that shard gradients, and reduces the accumulated shards
-        over the other batch axes once, after the loop; the loss receives the batch of a group. It is the default of
-        `hsdp()`, if the model has no batch statistics and no other feature that needs the global batch. "once"
-        accumulates unreduced gradients and reduces them after the loop. It gathers sharded parameters
-        once and keeps them replicated, and the loss receives the local batch of a device. `key` and the random streams
-        of an NNX module then differ between devices.
-      precision: dtypes of parameters, compute and gradient reduction.
-      remat: activations that the layers run by `meshpar.scan_layers` save for the backward pass. All others are
-        recomputed. "full" saves the inputs of layers. "dots" adds the results of matmuls with weights, "minimal" also
-        those of attention, and "all_dots" saves the results of all matmuls. "save:NAMES" saves arrays marked with
-        `checkpoint_name`, a comma-separated list, and "offload:NAMES" moves them to pinned host memory. `+` joins
-        several. The decoders of meshpar mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up` and
-        `mlp_out`.
-      interleave: number of slices of the local batch that each layer computes independently, so that communication of
-        one slice (tensor or expert parallelism) overlaps with matmuls of another. Gradients are reduced once per slice.
-        A pipeline slices its microbatches at no extra cost. Statistics over examples, such as a router's, are per
-        slice. Random numbers differ between slices only for typed keys in `scan_layers(extra=...)`.
-      nonfinite: reaction to a loss or gradient that is not finite. "skip" omits the update and counts it in
-        `state.skipped`. "raise" does the same, and `fit` raises when it reads the metric. "ignore" does not check.
-      loss_is: "mean_over_examples" states that a scalar loss is a mean over equally weighted examples. Without it,
-        micro-steps, pipelines, quantized gradients and `reduce_gradients="once"` refuse a scalar, because the mean of
-        the means of unequal parts is not the mean of the batch.
-      xla: compile options, as names of XLA flags without dashes. They override `compile_options`.
+      **options: fields of `mp.StepOptions`: `accumulate`, `reduce_gradients`, `precision`, `remat`, `interleave`,
+        `nonfinite`, `loss_is` and `xla`.
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The step donates the buffers of its input state. Metrics are device
@@ -259,17 +241,7 @@ def train_step(
       >>> state, metrics = step(state, batch)
     """
     check_loss("train_step", loss_fn)
-    options = StepOptions(
-        accumulate=accumulate,
-        reduce_gradients=reduce_gradients,
-        precision=as_precision(precision, "train_step"),
-        remat=remat,
-        interleave=interleave,
-        nonfinite=nonfinite,
-        loss_is=loss_is,
-        xla={} if xla is None else xla,
-    )
-    return TrainStep(loss_fn, options)
+    return TrainStep(loss_fn, StepOptions(**options))
 
 
 class EvalStep(_Program):

@@ -251,7 +251,7 @@ def test_a_shipped_recipe_passes_the_check(explain):
 def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
     saved = tmp_path / "budget.json"
     assert explain(recipe, "--save-budget", saved)[0] == 0
-    more = ("--set", "accumulate=2", "--strategy", "zero3()")
+    more = ("--set", "step.accumulate=2", "--strategy", "zero3()")
     code, out, error = explain(recipe, "--budget", saved, "--check", "--json", *more)
     assert code == 1
     assert "over budget: all-gather over fsdp sends more" in error

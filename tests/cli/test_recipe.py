@@ -65,7 +65,9 @@ def small(**given: Any) -> Recipe:
         ("model.tied_embeddings=off", "model.tied_embeddings", False),
         ("name=other-run", "name", "other-run"),
         ("name='quoted'", "name", "quoted"),
-        ("remat=dots", "remat", "dots"),
+        ("step.remat=dots", "step.remat", "dots"),
+        ("step.precision.compute=bfloat16", "step.precision.compute", "bfloat16"),
+        ("step.xla.xla_gpu_foo=true", "step.xla", {"xla_gpu_foo": True}),
         ("validate_every=None", "validate_every", None),
         ("optimizer.clip_norm=none", "optimizer.clip_norm", None),
         ("data.files=a.txt,b/*.py", "data.files", ("a.txt", "b/*.py")),
@@ -126,7 +128,10 @@ def test_other_types(text, hint, value):
         ("mesh.fdsp=8", "`fsdp`"),
         ("strategy=fspd()", "`fsdp`"),
         ("optimizer.schedule=cosin", "`cosine`"),
-        ("remat=dot", "`dots`"),
+        ("step.remat=dot", "`dots`"),
+        ("accumulate=4", "`step.accumulate`"),
+        ("precision.compute=bfloat16", "`step.precision`"),
+        ("xla.xla_gpu_foo=true", "`step.xla`"),
     ],
 )
 def test_a_wrong_name_lists_similar_names(assignment, suggestion):
@@ -150,9 +155,13 @@ def test_override_of_a_mixture():
 @pytest.mark.parametrize(
     ("code", "where", "assignments"),
     [
-        ("unknown-name", "`", "steps.x=1 loss.x=1 strategy.params=x remat.x=1 mesh.fsdp.x=1 xla.a.b=1"),
+        ("unknown-name", "`", "steps.x=1 loss.x=1 strategy.params=x step.remat.x=1 step.xla.a.b=1"),
         ("wrong-type", "`", "steps=many steps=2.5 steps=true optimizer.lr=fast optimizer.lr=inf optimizer.eps=nan"),
-        ("wrong-type", "`", "model.tied_embeddings=maybe validate_every=often nonfinite=explode mesh.fsdp=x"),
+        (
+            "wrong-type",
+            "`",
+            "model.tied_embeddings=maybe validate_every=often step.nonfinite=explode mesh.fsdp=x step=1",
+        ),
         ("wrong-type", "`", "model=big optimizer=sgd optimizer=Muon loss=l2 sample.temperature=1e999 data.files=[[["),
         ("bad-syntax", "override", "steps =3 mesh.=3"),
         ("out-of-range", "Recipe.", "steps=0 steps=2147483648 checkpoint_every=0 checkpoint_retries=-1"),
@@ -165,10 +174,10 @@ def test_override_of_a_mixture():
 def test_invalid_overrides_are_errors(code, where, assignments):
     for assignment in assignments.split():
         with raises(code, where):
-            override(small(accumulate=4), [assignment])
+            override(small(step=mp.StepOptions(accumulate=4)), [assignment])
 
 
-@pytest.mark.parametrize("assignment", ["precision.compute=float31", "model.num_kv_heads=3", "data.seq_len=0"])
+@pytest.mark.parametrize("assignment", ["step.precision.compute=float31", "model.num_kv_heads=3", "data.seq_len=0"])
 def test_values_are_checked_by_their_configs(assignment):
     with pytest.raises(mp.MeshparError):
         small().override(assignment)
@@ -200,7 +209,7 @@ def test_a_mesh_of_explicit_axes_is_kept_by_overrides():
 
 
 def test_fields_that_must_fit_each_other_are_set_together():
-    assert small().override("accumulate=5", "batch_size=40").batch_size == 40
+    assert small().override("step.accumulate=5", "batch_size=40").batch_size == 40
     assert small().override("model.num_heads=3", "model.num_kv_heads=3").model.num_heads == 3
 
 
@@ -280,16 +289,25 @@ def test_a_recipe_written_before_a_field_existed_is_the_same_one():
     recipe = small()
     now = recipe.to_json()
     before = json.loads(json.dumps(now))
-    del before["accumulate"], before["model"]["moe"]
-    assert set(changes(before, now)) == {"accumulate", "model.moe"}
+    del before["step"]["accumulate"], before["model"]["moe"]
+    assert set(changes(before, now)) == {"step.accumulate", "model.moe"}
     assert not changes(before, now, defaults_of(recipe))
-    other = recipe.override("accumulate=2")
-    assert changes(before, other.to_json(), defaults_of(other)) == {"accumulate": ("(absent)", 2)}
+    other = recipe.override("step.accumulate=2")
+    assert changes(before, other.to_json(), defaults_of(other)) == {"step.accumulate": ("(absent)", 2)}
     # A config that was not there is not one of nothing but defaults.
     sampled = recipe.override("sample.num_tokens=5")
     assert any(
         path.startswith("sample") for path in changes(now | {"sample": None}, sampled.to_json(), defaults_of(sampled))
     )
+
+
+def test_changes_reads_step_options_of_an_earlier_version():
+    """Earlier versions stored the step options next to the other fields of the recipe."""
+    recipe = small(step=mp.StepOptions(accumulate=2, xla={"xla_gpu_foo": 1}))
+    now = recipe.to_json()
+    before = {name: value for name, value in now.items() if name != "step"} | now["step"]
+    assert not changes(before, now)
+    assert changes(before, recipe.override("step.accumulate=4").to_json()) == {"step.accumulate": (2, 4)}
 
 
 def test_only_listed_fields_may_change_on_resume():

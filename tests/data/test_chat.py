@@ -353,7 +353,7 @@ def test_many_conversations_need_little_memory(tmp_path):
 
 @pytest.mark.matrix
 def test_recipe_trains_on_conversations(tmp_path):
-    recipe = load_recipe(RECIPE, devices=8).override("steps=2", "lora.rank=2", "accumulate=2", "batch_size=16")
+    recipe = load_recipe(RECIPE, devices=8).override("steps=2", "lora.rank=2", "step.accumulate=2", "batch_size=16")
     recipe = recipe.override("optimizer.warmup_steps=0", "sample.num_tokens=4")
     recipe = recipe.replace(data=chats(tmp_path, valid_batches=1, seq_len=24, valid_fraction=0.45))
     outcome = train(recipe, out=tmp_path, stream=io.StringIO())

@@ -117,7 +117,8 @@ def test_command_line_options_reach_the_compiler(meshpar, monkeypatch):
         raise mp.MeshparError("enough")
 
     monkeypatch.setattr("meshpar.inspect.explain.explain", explained)
-    words = ["--xla", f"{THRESHOLD}=1024", "--set", "seed=9", "--xla", f"--{SCHEDULER}=false", "--set", f"xla.{ALL}=1"]
+    words = ["--xla", f"{THRESHOLD}=1024", "--set", "seed=9", "--xla", f"--{SCHEDULER}=false"]
+    words += ["--set", f"step.xla.{ALL}=1"]
     assert meshpar("explain", "recipes/gpt_stdlib.py", *words)[0] == 2
     assert seen == {THRESHOLD: 1024, SCHEDULER: False, ALL: 1}
     assert type(seen[ALL]) is int
@@ -176,7 +177,7 @@ def test_train_and_explain_compile_the_same_program(name):
     mesh = recipe.mesh.build(topology(cluster))
     model = build_model(recipe)
     tx = build_optimizer(recipe, model, mesh)
-    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.step.precision)
     with traced_for(cluster):
         line = str(StepProgram(recipe, setup, SimpleNamespace(spec=subject.batch)))
     assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(*stopped.value.args)

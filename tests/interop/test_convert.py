@@ -148,7 +148,7 @@ def test_training_starts_from_a_folder_and_exports_one(tmp_path, capsys):
     source = small_folder(tmp_path / "source")
     recipe = load_recipe(RECIPE, devices=2).override(
         "steps=1", "data.seq_len=16", "data.max_bytes=60000", "data.valid_fraction=0.2", "data.valid_batches=1",
-        "optimizer.warmup_steps=0", "sample=none", "precision.compute=none", "optimizer.lr=1e-30",
+        "optimizer.warmup_steps=0", "sample=none", "step.precision.compute=none", "optimizer.lr=1e-30",
     )  # fmt: skip
     given = {"out": tmp_path, "devices": jax.devices()[:2], "stream": io.StringIO()}
     damaged = shutil.copytree(source, tmp_path / "damaged")

@@ -39,9 +39,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     began_s = time.process_time()
     model, mesh = build_model(recipe), recipe.mesh.build(jax.devices()[:1])
     tx, data = build_optimizer(recipe, model, mesh), recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
-    options = {"strategy": recipe.strategy, "precision": recipe.precision, "key": recipe.seed}
+    options = {"strategy": recipe.strategy, "precision": recipe.step.precision, "key": recipe.seed}
     state, step = mp.init_state(model, tx, mesh=mesh, **options), build_step(recipe)
-    evaluate = mp.eval_step(recipe.loss, precision=recipe.precision)
+    evaluate = mp.eval_step(recipe.loss, precision=recipe.step.precision)
     losses, held_out = [], {}
     for count, batch in zip(range(1, recipe.steps + 1), data.train(), strict=False):
         state, metrics = step(state, batch)
@@ -83,7 +83,8 @@ def main() -> None:
             if (key := f"{way} {seed}") in runs:
                 continue
             precision = mp.Precision(compute="bfloat16", matmul=WAYS[way])
-            runs[key] = trained(load_recipe(RECIPE, devices=1).replace(precision=precision, seed=seed))
+            step = mp.StepOptions(precision=precision)
+            runs[key] = trained(load_recipe(RECIPE, devices=1).replace(step=step, seed=seed))
             asked.file.write_text(json.dumps(runs, indent=1) + "\n")
             print(key, list(runs[key]["held_out"].values())[-1], f"{runs[key]['processor_s']} s", flush=True)
     print("\n".join(told(runs)))

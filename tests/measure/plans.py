@@ -21,127 +21,132 @@ B8, B70 = "llama3_8b", "llama3_70b"
 CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
     (recipe, cluster, tuple(fields.split()))
     for recipe, cluster, fields in (
-        (B8, "h100:8x8", "strategy=fsdp() remat=dots accumulate=4"),
-        (B70, "h100:64x8", "remat=dots accumulate=4"),
-        ("mixtral_8x7b", "h100:8x8", "strategy=fsdp()|expert_parallel() accumulate=4"),
-        ("llama3_405b", "h100:512x8", "accumulate=2"),
-        (B8, "h100:1x8", "strategy=fsdp() remat=full accumulate=4"),
+        (B8, "h100:8x8", "strategy=fsdp() step.remat=dots step.accumulate=4"),
+        (B70, "h100:64x8", "step.remat=dots step.accumulate=4"),
+        ("mixtral_8x7b", "h100:8x8", "strategy=fsdp()|expert_parallel() step.accumulate=4"),
+        ("llama3_405b", "h100:512x8", "step.accumulate=2"),
+        (B8, "h100:1x8", "strategy=fsdp() step.remat=full step.accumulate=4"),
         (B8, "h100:8x8",
-         "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 remat=dots batch_size=64 accumulate=4"),
-        (B8, "h100:4x8", "strategy=zero1() mesh=fsdp=32 remat=full model.num_layers=8 accumulate=4"),
-        (B8, "h100:4x8", "strategy=ddp() mesh=data=32 remat=none model.num_layers=4 accumulate=2"),
+         "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 step.remat=dots batch_size=64 step.accumulate=4"),
+        (B8, "h100:4x8", "strategy=zero1() mesh=fsdp=32 step.remat=full model.num_layers=8 step.accumulate=4"),
+        (B8, "h100:4x8", "strategy=ddp() mesh=data=32 step.remat=none model.num_layers=4 step.accumulate=2"),
         (B8, "h100:4x8",
-         "strategy=pipeline_parallel(stages=4,microbatches=8)|fsdp() mesh=stage=4,fsdp=8 remat=full"
-         " accumulate=1 batch_size=64"),
+         "strategy=pipeline_parallel(stages=4,microbatches=8)|fsdp() mesh=stage=4,fsdp=8 step.remat=full"
+         " step.accumulate=1 batch_size=64"),
         (B8, "h100:8x8",
-         "strategy=hsdp()|tensor_parallel(sequence=True) mesh=data=4,fsdp=8,tensor=2 remat=full batch_size=128"
-         " accumulate=2"),
+         "strategy=hsdp()|tensor_parallel(sequence=True) mesh=data=4,fsdp=8,tensor=2 step.remat=full batch_size=128"
+         " step.accumulate=2"),
         (B8, "h100:4x8",
-         "strategy=zero2()|tensor_parallel() mesh=fsdp=8,tensor=4 remat=full batch_size=16 accumulate=2"),
+         "strategy=zero2()|tensor_parallel() mesh=fsdp=8,tensor=4 step.remat=full batch_size=16 step.accumulate=2"),
         (B8, "h100:4x8",
          "strategy=pipeline_parallel(stages=4,microbatches=8)|ddp()|tensor_parallel(sequence=True)"
-         " mesh=stage=4,tensor=8 remat=full accumulate=1 batch_size=8"),
+         " mesh=stage=4,tensor=8 step.remat=full step.accumulate=1 batch_size=8"),
         (B70, "h100:16x8",
          "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='zb-h1')|fsdp()|tensor_parallel(sequence=True)"
-         " mesh=stage=4,fsdp=4,tensor=8 remat=full accumulate=1 batch_size=32"),
-        (B8, "h100:2x8", "strategy=fsdp() mesh=fsdp=16 remat=none model.num_layers=8 accumulate=1 batch_size=16"),
+         " mesh=stage=4,fsdp=4,tensor=8 step.remat=full step.accumulate=1 batch_size=32"),
+        (B8, "h100:2x8", "strategy=fsdp() mesh=fsdp=16 step.remat=none model.num_layers=8 step.accumulate=1"
+         " batch_size=16"),
         (B8, "h100:8x8",
-         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=16,tensor=4 remat=full"
-         " batch_size=64 accumulate=2"),
+         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=16,tensor=4 step.remat=full"
+         " batch_size=64 step.accumulate=2"),
         (B70, "h100:8x8",
-         "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=8,tensor=8 remat=full batch_size=16"
-         " accumulate=2"),
-        (B70, "h100:32x8", "strategy=fsdp() mesh=fsdp=256 remat=full batch_size=256 accumulate=1"),
+         "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=8,tensor=8 step.remat=full batch_size=16"
+         " step.accumulate=2"),
+        (B70, "h100:32x8", "strategy=fsdp() mesh=fsdp=256 step.remat=full batch_size=256 step.accumulate=1"),
         (B8, "h100:1x8",
-         "strategy=zero1()|tensor_parallel() mesh=fsdp=2,tensor=4 remat=dots model.num_layers=16 batch_size=4"
-         " accumulate=1"),
+         "strategy=zero1()|tensor_parallel() mesh=fsdp=2,tensor=4 step.remat=dots model.num_layers=16 batch_size=4"
+         " step.accumulate=1"),
         (B8, "h100:2x8",
-         "strategy=hsdp() mesh=data=2,fsdp=8 remat=dots model.num_layers=16 batch_size=16 accumulate=1"),
+         "strategy=hsdp() mesh=data=2,fsdp=8 step.remat=dots model.num_layers=16 batch_size=16 step.accumulate=1"),
         ("mixtral_8x7b", "h100:4x8",
-         "strategy=fsdp()|expert_parallel() mesh=fsdp=4,expert=8 batch_size=64 accumulate=2"),
-        (B8, "h100:1x8", "strategy=zero2() mesh=fsdp=8 remat=full model.num_layers=4 batch_size=32 accumulate=2"),
-        (B8, "h100:1x8", "strategy=ddp() mesh=data=8 remat=full model.num_layers=2 batch_size=16 accumulate=1"),
+         "strategy=fsdp()|expert_parallel() mesh=fsdp=4,expert=8 batch_size=64 step.accumulate=2"),
+        (B8, "h100:1x8", "strategy=zero2() mesh=fsdp=8 step.remat=full model.num_layers=4 batch_size=32"
+         " step.accumulate=2"),
+        (B8, "h100:1x8", "strategy=ddp() mesh=data=8 step.remat=full model.num_layers=2 batch_size=16"
+         " step.accumulate=1"),
         ("deepseek_v3", "h100:256x8",
-         "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=64 accumulate=8 model.moe.implementation=auto"
+         "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=64 step.accumulate=8 model.moe.implementation=auto"
          " model.moe.payload=none"),
         (B8, "h100:4x8",
          "strategy=fsdp(axis=('fsdp','context'))|context_parallel(kind='all-to-all') mesh=fsdp=8,context=4"
-         " remat=full accumulate=1 batch_size=16"),
-        (B8, "h100:2x8", "strategy=fsdp(prefetch=1) mesh=fsdp=16 remat=full batch_size=16 accumulate=1"),
+         " step.remat=full step.accumulate=1 batch_size=16"),
+        (B8, "h100:2x8", "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=full batch_size=16 step.accumulate=1"),
         (B8, "h100:4x8",
          "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='interleaved-1f1b')|fsdp()|tensor_parallel(sequence=True)"
-         " mesh=stage=4,fsdp=2,tensor=4 remat=full accumulate=1 batch_size=16"),
+         " mesh=stage=4,fsdp=2,tensor=4 step.remat=full step.accumulate=1 batch_size=16"),
         (B70, "h100:32x8",
-         "strategy=hsdp()|tensor_parallel(sequence=True) mesh=data=4,fsdp=8,tensor=8 remat=full batch_size=64"
-         " accumulate=1"),
+         "strategy=hsdp()|tensor_parallel(sequence=True) mesh=data=4,fsdp=8,tensor=8 step.remat=full batch_size=64"
+         " step.accumulate=1"),
         (B70, "h100:64x8",
          "strategy=fsdp(axis=('fsdp','context'),prefetch=1)|context_parallel(kind='all-to-all')"
-         " mesh=fsdp=256,context=2 remat=dots accumulate=2 batch_size=512"),
-        (B70, "h100:64x8", "strategy=fsdp(prefetch=1) mesh=fsdp=512 remat=full accumulate=1 batch_size=512"),
-        (B70, "h100:64x8", "strategy=fsdp() mesh=fsdp=512 remat=full accumulate=1 batch_size=512"),
+         " mesh=fsdp=256,context=2 step.remat=dots step.accumulate=2 batch_size=512"),
+        (B70, "h100:64x8", "strategy=fsdp(prefetch=1) mesh=fsdp=512 step.remat=full step.accumulate=1 batch_size=512"),
+        (B70, "h100:64x8", "strategy=fsdp() mesh=fsdp=512 step.remat=full step.accumulate=1 batch_size=512"),
         (B70, "h100:64x8",
-         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=256,tensor=2 remat=full"
-         " accumulate=1 batch_size=512"),
-        (B8, "h100:1x8", "strategy=fsdp() remat=full model.vocab_chunk=16032 batch_size=8 accumulate=1"),
+         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=256,tensor=2 step.remat=full"
+         " step.accumulate=1 batch_size=512"),
+        (B8, "h100:1x8", "strategy=fsdp() step.remat=full model.vocab_chunk=16032 batch_size=8 step.accumulate=1"),
         (B8, "h100:8x8",
-         "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 remat=dots batch_size=64"
-         " model.vocab_chunk=8016 accumulate=4"),
+         "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 step.remat=dots batch_size=64"
+         " model.vocab_chunk=8016 step.accumulate=4"),
         (B8, "h100:2x8",
-         "strategy=fsdp(prefetch=1) mesh=fsdp=16 remat=full model.vocab_chunk=16032 batch_size=16 accumulate=1"),
+         "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=full model.vocab_chunk=16032 batch_size=16"
+         " step.accumulate=1"),
         (B8, "h100:8x8",
-         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=16,tensor=4 remat=full"
-         " batch_size=64 accumulate=1 interleave=2"),
+         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=16,tensor=4 step.remat=full"
+         " batch_size=64 step.accumulate=1 step.interleave=2"),
         (B8, "h100:4x8",
-         "strategy=fsdp()|tensor_parallel() mesh=fsdp=8,tensor=4 remat=dots batch_size=32 accumulate=1"
-         " interleave=2"),
+         "strategy=fsdp()|tensor_parallel() mesh=fsdp=8,tensor=4 step.remat=dots batch_size=32 step.accumulate=1"
+         " step.interleave=2"),
         (B8, "h100:4x8",
          "strategy=fsdp(axis=('fsdp','context'))|context_parallel(kind='all-to-all') mesh=fsdp=8,context=4"
-         " remat=full accumulate=1 batch_size=16 interleave=2"),
+         " step.remat=full step.accumulate=1 batch_size=16 step.interleave=2"),
         (B8, "h100:2x8",
-         "strategy=fsdp(prefetch=1) mesh=fsdp=16 remat=none model.num_layers=8 batch_size=32 accumulate=2"),
-        (B8, "h100:2x8", "strategy=fsdp() mesh=fsdp=16 remat=minimal batch_size=32 accumulate=2"),
-        (B8, "h100:16x8", "strategy=hsdp(prefetch=1) mesh=data=8,fsdp=16 remat=full batch_size=256 accumulate=1"),
+         "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=none model.num_layers=8 batch_size=32 step.accumulate=2"),
+        (B8, "h100:2x8", "strategy=fsdp() mesh=fsdp=16 step.remat=minimal batch_size=32 step.accumulate=2"),
+        (B8, "h100:16x8", "strategy=hsdp(prefetch=1) mesh=data=8,fsdp=16 step.remat=full batch_size=256"
+         " step.accumulate=1"),
         (B70, "h100:16x8",
-         "strategy=fsdp()|tensor_parallel() mesh=fsdp=32,tensor=4 remat=full batch_size=64 accumulate=2"),
+         "strategy=fsdp()|tensor_parallel() mesh=fsdp=32,tensor=4 step.remat=full batch_size=64 step.accumulate=2"),
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=32,schedule='eager-1f1b')|ddp()|tensor_parallel(sequence=True)"
-         " mesh=data=4,stage=4,tensor=4 remat=full accumulate=1 batch_size=256"),
+         " mesh=data=4,stage=4,tensor=4 step.remat=full step.accumulate=1 batch_size=256"),
         ("mixtral_8x7b", "h100:16x8",
          "strategy=pipeline_parallel(stages=4,microbatches=8,schedule='dualpipe-v')|fsdp()|expert_parallel()"
-         " mesh=stage=4,fsdp=4,expert=8 remat=full accumulate=1 batch_size=256"),
+         " mesh=stage=4,fsdp=4,expert=8 step.remat=full step.accumulate=1 batch_size=256"),
         (B70, "h100:32x8",
          "strategy=pipeline_parallel(stages=8,microbatches=16)|fsdp()|tensor_parallel(sequence=True)"
-         " mesh=stage=8,fsdp=4,tensor=8 remat=full accumulate=1 batch_size=64"),
+         " mesh=stage=8,fsdp=4,tensor=8 step.remat=full step.accumulate=1 batch_size=64"),
         ("mixtral_8x7b", "h100:16x8",
-         "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=4 batch_size=128 accumulate=1"),
-        ("llama3_405b", "h100:512x8", "interleave=2"),
+         "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=4 batch_size=128 step.accumulate=1"),
+        ("llama3_405b", "h100:512x8", "step.interleave=2"),
         ("llama3_405b", "h100:64x8",
-         "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=64,tensor=8 remat=full batch_size=128"
-         " accumulate=2"),
+         "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=64,tensor=8 step.remat=full batch_size=128"
+         " step.accumulate=2"),
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=32)|zero1()|tensor_parallel(sequence=True)"
-         " mesh=data=4,stage=4,tensor=4 remat=full accumulate=1 batch_size=128"),
+         " mesh=data=4,stage=4,tensor=4 step.remat=full step.accumulate=1 batch_size=128"),
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=32,schedule='eager-1f1b')|zero1()|tensor_parallel(sequence=True)"
-         " mesh=data=4,stage=4,tensor=4 remat=full accumulate=1 batch_size=256 interleave=2"),
+         " mesh=data=4,stage=4,tensor=4 step.remat=full step.accumulate=1 batch_size=256 step.interleave=2"),
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=16,schedule='eager-1f1b',chunks=2)|fsdp()"
-         " mesh=stage=4,fsdp=16 remat=full accumulate=1 batch_size=256"),
+         " mesh=stage=4,fsdp=16 step.remat=full step.accumulate=1 batch_size=256"),
         (B8, "h100:2x8",
-         "strategy=fsdp(prefetch=1) mesh=fsdp=16 remat=full batch_size=32 accumulate=1 interleave=2"),
+         "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=full batch_size=32 step.accumulate=1 step.interleave=2"),
         (B8, "h100:2x8",
-         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=4 remat=dots"
-         " model.num_layers=16 batch_size=16 accumulate=1 interleave=2"),
+         "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=4 step.remat=dots"
+         " model.num_layers=16 batch_size=16 step.accumulate=1 step.interleave=2"),
     )
 )  # fmt: skip
-"""A recipe, a cluster, and fields of the recipe; `interleave` is off unless set here."""
+"""A recipe, a cluster, and fields of the recipe; `step.interleave` is 1 unless set here."""
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
     from meshpar.cli.explain_command import Subject
     from meshpar.inspect.explain import explain
 
-    path, fields_set = str(RECIPES / f"{recipe}.py"), ("interleave=1", *fields)
+    path, fields_set = str(RECIPES / f"{recipe}.py"), ("step.interleave=1", *fields)
     subject = Subject.of(path, cluster, layout=(), assignments=fields_set, shapes=None)
     report = explain(*subject.step_and_state(), dict(subject.batch), subject.cluster, pod=pod, advise=False)
     totals = report.to_json()["totals"].items()

@@ -146,21 +146,22 @@ def estimated(case):
     """Estimate memory and time of a compiled case."""
     cluster = parse_cluster(case["cluster"])
     recipe = load_recipe(ROOT / "recipes" / f"{case['recipe']}.py", devices=cluster.num_devices)
-    recipe = recipe.override("interleave=1", *case["fields"])
-    batch, remat = recipe.data.batch_shapes(recipe.batch_size), None if recipe.remat in POLICIES else recipe.remat
+    recipe = recipe.override("step.interleave=1", *case["fields"])
+    batch, options = recipe.data.batch_shapes(recipe.batch_size), recipe.step
+    remat = None if options.remat in POLICIES else options.remat
     key = f"{recipe.model} {remat} {batch['inputs'].shape[1]}"
     if key not in _DESCRIBED:
         model = build_model(recipe)
         tx = build_optimizer(recipe, model, mp.MeshSpec().abstract(1))
         moe = getattr(recipe.model, "moe", None)
-        how = {"tx": tx, "precision": recipe.precision, "cluster": cluster, "bound_factor": moe and moe.bound_factor}
+        how = {"tx": tx, "precision": options.precision, "cluster": cluster, "bound_factor": moe and moe.bound_factor}
         how |= {name: getattr(moe, name, None) for name in ("nodes_visited", "row_bytes")} | {"remat": remat}
         _DESCRIBED[key] = describe(model, batch, recipe.loss, **how)
     rows = recipe.batch_size
     work = dataclasses.replace(_DESCRIBED[key], batch=batch, rows=rows, tokens=rows * batch["inputs"].shape[1])
     sizes = recipe.mesh.resolve(cluster.num_devices)
-    count = 1 if recipe.strategy.pipeline else recipe.accumulate
-    cut = {"remat": recipe.remat, "accumulate": count, "interleave": recipe.interleave}
+    count = 1 if recipe.strategy.pipeline else options.accumulate
+    cut = {"remat": options.remat, "accumulate": count, "interleave": options.interleave}
     layout = Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut)
     placed = Placer(work).place(sizes, recipe.strategy)
     held = memory.estimate(placed, layout)
@@ -923,17 +924,17 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert (code, error) == (0, "")
     (best,), (run,) = json.loads(out)["plans"], json.loads(out)["runs"]
     assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
-    found = with_plan(load_recipe(recipe).replace(interleave=2), file)  # the plan is of whole rows
+    found = with_plan(load_recipe(recipe).override("step.interleave=2"), file)  # the plan is of whole rows
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
-    assert (found.remat, found.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
-    assert found.interleave == 1
+    assert (found.step.remat, found.step.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
+    assert found.step.interleave == 1
     fewer = ("--set=batch_size=20", "--top", 1, "--save", file, *fields)
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x4", *fewer)
     assert (code, error) == (0, "")
     on_8 = ("plan", recipe, "--cluster", "h100:1x8")
     for words, text in (
-        ((*on_8, "--set=accumulate=2"), "fix `accumulate`"),
+        ((*on_8, "--set=step.accumulate=2"), "fix `step.accumulate`"),
         ((*on_8, "--why-not", " "), "mesh axes are required"),
         ((*on_8, "--price", 2), "--tokens is not set"),
         (("train", recipe, "--plan", tmp_path / "none.json"), "Create the file with meshpar plan"),
@@ -1003,13 +1004,13 @@ def test_recipes_use_a_layout_close_to_the_best(name, cluster):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.py", devices=cluster.num_devices)
     model, moe = build_model(recipe), getattr(recipe.model, "moe", None)
     how = {one: getattr(moe, one, None) for one in ("bound_factor", "nodes_visited", "row_bytes")}
-    how |= {"tx": build_optimizer(recipe, model, mp.MeshSpec().abstract(1)), "precision": recipe.precision}
+    how |= {"tx": build_optimizer(recipe, model, mp.MeshSpec().abstract(1)), "precision": recipe.step.precision}
     work = describe(
-        model, recipe.data.batch_shapes(recipe.batch_size), recipe.loss, cluster=cluster, remat=recipe.remat, **how
+        model, recipe.data.batch_shapes(recipe.batch_size), recipe.loss, cluster=cluster, remat=recipe.step.remat, **how
     )
     search = Search(work, cluster)
     assert search.limit_bytes == 0.9 * cluster.gpu.memory_bytes
-    cut = {"remat": recipe.remat, "accumulate": recipe.accumulate, "interleave": recipe.interleave}
+    cut = {"remat": recipe.step.remat, "accumulate": recipe.step.accumulate, "interleave": recipe.step.interleave}
     taken = search.estimate(Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut))
     best = search.best(1)[0]
     assert taken.memory.peak_bytes <= search.limit_bytes
