@@ -144,7 +144,7 @@ def test_profiler_latency_file_is_checked_and_fingerprinted(mesh8, tmp_path):
     [
         ("nope=3", "begin with xla_"),
         ("xla_no_such=1", "No such compile option"),
-        ("xla_no.such=1", "`xla.xla_no.such`"),
+        ("xla_no.such=1", "`step.xla.xla_no.such`"),
         ("xla_foo", "it must be NAME=VALUE"),
     ],
 )
