@@ -31,7 +31,7 @@ from meshpar.sharding.types import (
 
 
 def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
-    """Return the sharding of a batch: its first dim follows the strategy's rule for the logical axis `batch`.
+    """Return the sharding of a batch: its first dim follows the strategy's rule for the name `batch`.
 
     Args:
       mesh: the device mesh, concrete or abstract.
@@ -90,7 +90,7 @@ class Repeated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """A batch inside a step: two trees with the structure of the user's batch. Each leaf is None in either tree."""
+    """A batch inside a step: two trees with the structure of the user's batch. Each leaf is None in one of them."""
 
     rows: PyTree
     """Leaves that are sharded over devices and micro-steps. Scalars and keys are `Repeated`."""
@@ -122,7 +122,7 @@ class StepBatch:
 
 
 def as_given(batch: PyTree) -> PyTree:
-    """Return the batch of a step, or a slice, in the form of the user's function."""
+    """Convert a `StepBatch`, or a part of it, back to the structure of the user's batch."""
     if not isinstance(batch, StepBatch):
         return batch
 
@@ -141,7 +141,7 @@ def rows_of(batch: PyTree) -> PyTree:
 
 
 def _placed(x: Any, layout: NamedSharding) -> Any:
-    """Move an array to a layout on Auto axes. Host arrays and uncommitted arrays are unchanged: jit moves them."""
+    """Move a committed array to a layout on Auto axes. Other arrays are unchanged, because jit moves them."""
     if isinstance(x, jax.core.Tracer):
         return with_auto_types(x)
     current = getattr(x, "sharding", None)

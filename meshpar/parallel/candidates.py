@@ -16,7 +16,10 @@ def kinds(*, shards_state: bool) -> tuple[type[Parallelism], ...]:
 
 
 def candidates(space: SearchSpace) -> Iterator[Strategy]:
-    """Yield strategies with one state sharding and one candidate of each other parallelism with more than one rank."""
+    """Yield strategies: a candidate that shards the state, joined with a candidate of each other parallelism.
+
+    Parallelisms whose mesh axes have a single rank are left out.
+    """
     state = [part for kind in kinds(shards_state=True) for part in kind.candidates(space)]
     others = [list(kind.candidates(space)) for kind in kinds(shards_state=False) if space.num_shards(*kind.axes) > 1]
     return map(_strategy, itertools.product(state, *others))

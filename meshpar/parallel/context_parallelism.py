@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["ring", "all-to-all"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context(Parallelism):
-    """The component of `context_parallel`."""
+    """The `Parallelism` of `context_parallel`."""
 
     axis: str = "context"
     kind: Kind = "ring"
@@ -43,11 +43,11 @@ class Context(Parallelism):
         return RuleSets(rules, rules, rules, activations(self.name, around))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        why = "remove context_parallel()"
-        return (RequiredAxis(axis=self.axis, strategy=repr(self), why=why),)
+        fix = "remove context_parallel()"
+        return (RequiredAxis(axis=self.axis, strategy=repr(self), fix=fix),)
 
     def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
-        """Yield the all-to-alls of `kind="all-to-all"`. The ring is a kernel; see `kernels`."""
+        """Yield the all-to-alls of `kind="all-to-all"`. For `kind="ring"`, see `kernels`."""
         return _scattered(step) if self.kind == "all-to-all" else iter(())
 
     def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
@@ -116,7 +116,8 @@ def _elements_sent(step: StepSpec, keys: Decision, heads: Sequence[Decision]) ->
 
 
 def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often to repeat each key/value head so that the ranks have equally many.
+    """Return how often to repeat each key/value head, so that all ranks have equally many.
+
     Example:
       >>> repeats(num_heads=32, num_kv_heads=8, num_ranks=16), repeats(num_heads=32, num_kv_heads=8, num_ranks=4)
       (2, 1)

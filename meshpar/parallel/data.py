@@ -13,7 +13,7 @@ from meshpar.parallel.zero import stages_above
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Data(Parallelism):
-    """The component of `ddp`."""
+    """The `Parallelism` of `ddp`."""
 
     name = "ddp"
     shards_state = True

@@ -13,7 +13,7 @@ from meshpar.parallel.strategy import Strategy, preset
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Expert(Parallelism):
-    """The component of `expert_parallel`."""
+    """The `Parallelism` of `expert_parallel`."""
 
     axis: Axes = "expert"
 
@@ -58,7 +58,7 @@ class Expert(Parallelism):
                     )  # fmt: skip
 
     def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
-        """Yield axes, copies per token, and the number of exchanges per direction for each communication level."""
+        """Yield (mesh axes, copies sent per token, exchanges in each direction) for each communication level."""
         axes, exchanges = axes_of(self.name, self.axis), {"dispatch": forward, "combine": forward, "grad": 2}
         if step.nodes_visited is None or len(axes) != 2 or step.sizes.get(axes[0], 1) == 1:
             yield step.ordered(axes), step.experts_per_token, exchanges

@@ -52,7 +52,7 @@ class RequiredAxis:
     """Name of the mesh axis."""
     strategy: str
     """The call that creates the strategy, for the error message."""
-    why: str
+    fix: str
     """How to fix a mesh without the axis, as an imperative."""
 
 
@@ -149,7 +149,7 @@ def activations(origin: str, by_name: Mapping[str, DimRule] | None = None) -> Ru
 
 
 def split(origin: str, by_name: Mapping[str, DimRule] | None = None, *, largest: Largest | None = None) -> Rules:
-    """Return parameter rules for logical dim names."""
+    """Return parameter rules of a preset: logical names to mesh axes, and a rule for unnamed leaves."""
     return Rules.preset(origin, by_name, known=PARAMETER_NAMES, largest=largest)
 
 

@@ -21,7 +21,7 @@ Gather: TypeAlias = Literal["step", "microbatch"]
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Pipeline(Parallelism):
-    """The component of `pipeline_parallel`."""
+    """The `Parallelism` of `pipeline_parallel`."""
 
     stages: int
     """Number of stages, the size of `axis`."""
@@ -51,7 +51,7 @@ class Pipeline(Parallelism):
             raise problem("pipeline_parallel()", f"set stage_layer_offset={offset!r}", reason, fix, code="not-an-int")
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
             check_positive_int("pipeline_parallel()", f"the number of {field}", **{field: getattr(self, field)})
-        check_choice("pipeline_parallel()", "when weights are gathered", get_args(Gather), gather=self.gather)
+        check_choice("pipeline_parallel()", "the time of the weight gather", get_args(Gather), gather=self.gather)
         if not isinstance(self.schedule, str):
             reason = "strategies are serializable, so the schedule must be a name or a path"
             fix = 'write schedule="zb-h1", or the path of a file that Schedule.to_csv wrote'
@@ -71,20 +71,20 @@ class Pipeline(Parallelism):
             self.table()
 
     def shortened(self) -> Schedule:
-        """Return the schedule with few microbatches. It has the same number of pipeline chunks."""
+        """Return the schedule for few microbatches, which is quick to build and has the same pipeline chunks."""
         if self.schedule.endswith(".csv"):
             return self.table()
         around = 2 * self.stages
         few = min(self.microbatches, around + self.microbatches % around)
-        return _made(self.schedule, self.stages, few, self.chunks)
+        return _cached_schedule(self.schedule, self.stages, few, self.chunks)
 
     def table(self) -> Schedule:
-        """Return the schedule."""
+        """Return the schedule for all microbatches."""
         from meshpar.schedules import Schedule
 
         if self.schedule.endswith(".csv"):
             return Schedule.from_csv(self.schedule)
-        return _made(self.schedule, self.stages, self.microbatches, self.chunks)
+        return _cached_schedule(self.schedule, self.stages, self.microbatches, self.chunks)
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
@@ -92,9 +92,9 @@ class Pipeline(Parallelism):
         stages, rows = space.num_shards("stage"), space.rows // space.num_shards(*BATCH_AXES)
         fits = [count for count in range(2 * stages, 8 * stages + 1, stages) if rows % count == 0]
         for count in fits[-1:]:
-            for schedule, parts in _TRIED.items():
+            for schedule, parts in _PLANNED_SCHEDULES.items():
                 if space.num_layers % (parts * stages) == 0:
-                    yield _cached(stages, count, schedule)
+                    yield _cached_pipeline(stages, count, schedule)
 
     def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
         """Return the number of layers in each pipeline chunk. Inner chunks get the remainder of an uneven division."""
@@ -120,20 +120,21 @@ class Pipeline(Parallelism):
         return RuleSets(rules, rules, rules, activations(self.name))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        why = "remove pipeline_parallel()"
-        return (RequiredAxis(axis=self.axis, strategy=repr(self), why=why),)
+        fix = "remove pipeline_parallel()"
+        return (RequiredAxis(axis=self.axis, strategy=repr(self), fix=fix),)
 
     def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
         """Return variants with more and smaller microbatches."""
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 
 
-_TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
-"""Chunks per stage of the planner's schedules. DualPipe needs a copy of the model, so it must be chosen explicitly."""
+_PLANNED_SCHEDULES = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
+"""Schedules that the planner evaluates, with their chunks per stage. DualPipe is not evaluated, because it needs two
+copies of the model."""
 
 
 @functools.lru_cache(maxsize=64)
-def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+def _cached_schedule(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a cached schedule, because building a table needs about 0.1 s."""
     from meshpar.schedules import make
 
@@ -141,7 +142,7 @@ def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _cached(stages: int, microbatches: int, schedule: str) -> Pipeline:
+def _cached_pipeline(stages: int, microbatches: int, schedule: str) -> Pipeline:
     return Pipeline(stages=stages, microbatches=microbatches, schedule=schedule)
 
 
@@ -159,11 +160,11 @@ def pipeline_parallel(
     """Pipeline parallelism: shard the stacked layers over `axis`, and process the batch in microbatches.
 
     The model must run its layers with `meshpar.scan_layers`, as the included decoders do. Code before it runs on the
-    first stage, and code after it on the last stage. The schedule is one program. XLA inserts the communication of
-    other strategies within a stage. Each device accumulates its gradients locally and reduces them over the batch axes
-    once, after the last microbatch. Embedding and head parameters are replicated over the stages. Their gradients are
-    sent from the stage that computes them, or summed if two stages do. The stages synchronize at the end of a step, for
-    the gradient norm and the metrics.
+    first stage, and code after it on the last stage. The schedule is compiled to a single program. XLA inserts the
+    communication of other strategies within a stage. Each device accumulates its gradients locally and reduces them
+    over the batch axes once, after the last microbatch. Embedding and head parameters are replicated over the stages.
+    Their gradients are sent from the stage that computes them, or summed if two stages do. The stages synchronize at
+    the end of a step, for the gradient norm and the metrics.
 
     The number of layers need not be divisible: 10 layers on 4 stages become 2, 3, 3 and 2. Between steps, such layers
     are sharded over `axis` along their largest divisible dim that no other axis shards, and are sent to their stages
@@ -177,13 +178,13 @@ def pipeline_parallel(
       microbatches: number of microbatches per local batch. The loss is their mean.
       schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. Stages synchronize in every tick
         slot. In "1f1b", a forward pass may wait for the backward pass of another stage, which is longer if layers are
-        rematerialized. In "eager-1f1b", all stages run the same direction, and twice as many microbatches are in
-        memory.
+        rematerialized. In "eager-1f1b", all stages run the same direction in a slot, and twice as many
+        microbatches are in memory.
       chunks: number of pipeline chunks per stage, for "interleaved-1f1b" and "eager-1f1b".
       gather: with `fsdp()`, "step" gathers weights once and keeps them, and "microbatch" gathers them for each
         microbatch and frees them.
-      stage_layer_offset: number of layers that the first and the last chunk have less than the others, to balance the
-        cost of embedding and head.
+      stage_layer_offset: how many layers fewer the first and the last chunk have than the others, to balance the cost
+        of embedding and head.
       axis: mesh axis of the stages.
 
     Raises:

@@ -241,7 +241,7 @@ class Strategy:
         for need in self.required_axes:
             if sizes.get(need.axis, 1) == 1:
                 where, requested = f"strategy {need.strategy}", f"use mesh axis `{need.axis}`"
-                fix = f"{need.why}, or set its size: MeshSpec({need.axis}=2, ...)"
+                fix = f"{need.fix}, or set its size: MeshSpec({need.axis}=2, ...)"
                 raise problem(where, requested, f"the mesh has {human_mesh(sizes)}", fix, code="unknown-axis")
 
 
@@ -272,14 +272,14 @@ class Bare(Parallelism):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Custom(Parallelism):
-    """The component of `custom`."""
+    """The `Parallelism` of `custom`."""
 
     params: Rules
     grads: Rules
     optimizer: Rules
     activations: Rules = dataclasses.field(default_factory=lambda: activations("default"))
     label: str = dataclasses.field(default="", compare=False)
-    """Replacement for the default repr."""
+    """Text that replaces the default `repr`."""
 
     name = "custom"
 
@@ -369,6 +369,7 @@ def _preset(where: str, name: str) -> Callable[..., Strategy]:
 
 def parse_strategy(text: str) -> Strategy:
     """Parse an expression such as "fsdp() | tensor_parallel(sequence=True)". Parentheses are optional.
+
     Example:
       >>> parse_strategy("fsdp | tensor_parallel(sequence=True)")
       fsdp() | tensor_parallel(sequence=True)

@@ -14,7 +14,7 @@ from meshpar.sharding.errors import check_bool
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tensor(Parallelism):
-    """The component of `tensor_parallel`."""
+    """The `Parallelism` of `tensor_parallel`."""
 
     sequence: bool = False
     axis: str = "tensor"

@@ -30,12 +30,12 @@ from meshpar.sharding.rules import Largest
 
 Stage = Literal["zero1", "zero2", "zero3", "fsdp", "hsdp"]
 _NUM_SHARDED = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
-"""Number of sharded items, in the order optimizer state, gradients, parameters."""
+"""How many of these three are sharded, in this order: optimizer state, gradients, parameters."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zero(Parallelism):
-    """The component of `zero1`, `zero2`, `zero3`, `fsdp` and `hsdp`."""
+    """The `Parallelism` of `zero1`, `zero2`, `zero3`, `fsdp` and `hsdp`."""
 
     stage: Stage
     axis: Axes = "fsdp"
@@ -71,8 +71,8 @@ class Zero(Parallelism):
         return RuleSets(params, grads, sharded, activations(self.stage))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        why = "use fsdp(), which is equivalent without replication"
-        return (RequiredAxis(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
+        fix = "use fsdp(), which is equivalent without replication"
+        return (RequiredAxis(axis="data", strategy="hsdp()", fix=fix),) if self.stage == "hsdp" else ()
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
@@ -212,9 +212,9 @@ def hsdp(
     """Hybrid sharded data parallelism: `fsdp` over `axis`, replicated over `data` (Zhao et al. 2023).
 
     All-gathers and reduce-scatters run over `axis`. Gradient shards are then all-reduced over `data`, which sends
-    1/size of the gradients. With `train_step(accumulate=n)`, each micro-step reduce-scatters gradients over `axis`, and
-    the accumulated shards are all-reduced over `data` once (`reduce_gradients="once_across_groups"`). Arguments and
-    errors are as in `fsdp`. With `quantize`, the all-reduce over `data` is quantized, too.
+    1/N of the gradients if `axis` has size N. With `train_step(accumulate=n)`, each micro-step reduce-scatters gradients
+    over `axis`, and the accumulated shards are all-reduced over `data` once (`reduce_gradients="once_across_groups"`).
+    Arguments and errors are as in `fsdp`. With `quantize`, the all-reduce over `data` is quantized, too.
 
     Example:
       >>> hsdp().params, hsdp().required_axes[0].axis

@@ -116,8 +116,9 @@ class _Carry:
     """Outputs of the last chunk whose loss has not been computed yet."""
     totals: StageTotals
     below: jax.Array
+    """Sum of `late` over the stages before this one, as far as their messages have arrived."""
     above: jax.Array
-    """Sums of `late` over the stages before and after this one, as far as they have arrived."""
+    """Sum of `late` over the stages after this one, as far as their messages have arrived."""
 
 
 class Columns(NamedTuple):

@@ -142,7 +142,7 @@ class StagedRun:
         return _each(lambda spec, x: with_layout(x, NamedSharding(self.mesh, spec)), specs, tree)
 
     def _over_stages(self, grads: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
-        """Replicate gradients `[stage, ...]`: broadcast from a single owner, otherwise all-reduce."""
+        """Replicate gradients `[stage, ...]`: broadcast them if a single stage computes them, otherwise all-reduce."""
         leaves, structure = jax.tree.flatten(grads)
         out = []
         for g, spec, stages in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), owners, strict=True):
@@ -211,7 +211,10 @@ class _PerDevice:
     def __call__(
         self, columns: Any, params: Params, examples: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
     ) -> tuple[tuple[StageTotals, jax.Array], Params]:
-        """Return ((totals without gradients, sum of `late`), gradients `[1, chunk, ...]` and `[1, 1, ...]`)."""
+        """Return ((totals without gradients, sum of `late`), gradients).
+
+        Gradients of chunks are `[1, chunk, ...]`, gradients of embedding and head `[1, 1, ...]`.
+        """
         run, count = self.run, self.run.schedule.microbatches
         columns = jax.tree.map(lambda x: x[:, 0], columns)
         key = jax.random.wrap_key_data(key_data)

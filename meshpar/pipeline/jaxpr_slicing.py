@@ -32,9 +32,9 @@ EXPENSIVE = frozenset(
 
 
 def flat_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of `fn(*args)` with all calls inlined, and the types (avals) of the results.
+    """Return the jaxpr of `fn(*args)` with all calls inlined, and the types of the results.
 
-    `ShapeDtypeStruct`s would lose the varying axes of values inside a `shard_map`.
+    The types are avals, because `ShapeDtypeStruct`s lose the varying axes of values inside a `shard_map`.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     types = jax.tree.unflatten(jax.tree.structure(shapes), [v.aval for v in closed.jaxpr.outvars])
@@ -150,13 +150,13 @@ class PendingLoop(NamedTuple):
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[PendingLoop, list[Value], Result]
-"""A program that pauses at each loop and resumes with the loop's results.
+"""A program as a generator: it yields each `PendingLoop`, and resumes with the results of the loop.
 
-No jax context may be active at a pause, because other programs run there."""
+No jax context may be active at a `yield`, because other programs run there."""
 
 
 def alone(steps: Steps[Result]) -> Result:
-    """Run a single program."""
+    """Run a single program to its end."""
     return together(steps)[0]
 
 
@@ -217,7 +217,7 @@ def _run_loops(loops: Sequence[PendingLoop]) -> list[list[Value]]:
 
 
 def _lead(outside: Sequence[Variable], inside: Sequence[Variable]) -> int:
-    """Return the number of leading variables with the same number of dims inside and outside the body."""
+    """Return how many leading variables of a loop are not stacked: they have as many dims outside as in the body."""
     same = [len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outside, inside, strict=True)]
     return same.index(False) if False in same else len(same)
 

@@ -60,7 +60,7 @@ def check_run(run: StagedRun) -> None:
         requested = f"run the {schedule.stages} stages of schedule `{schedule.name}`"
         fix = f"use MeshSpec({axis}={schedule.stages}, ...), or a schedule with a different number of stages"
         raise problem(f"{WHERE}(axis={axis!r})", requested, f"the mesh has {sizes}", fix, code="unknown-axis")
-    check_choice(WHERE, "when sharded weights are gathered", ("step", "microbatch"), gather=run.gather)
+    check_choice(WHERE, "the time of the weight gather", ("step", "microbatch"), gather=run.gather)
     names = (run.batch_axes,) if isinstance(run.batch_axes, str) else () if run.batch_axes is None else run.batch_axes
     is_names = isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
     for is_wrong, reason, code in (
@@ -89,7 +89,10 @@ def checked_params(run: StagedRun, params: Any, specs: PyTree | None) -> Params:
     for path, x in tree_leaves_with_paths(params.chunks):
         if np.shape(x)[:1] != (num_parts,):
             where = f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0"
-            requested, reason = f"be the chunks of schedule `{run.schedule.name}`", f"it has {num_parts} chunks"
+            requested, reason = (
+                f"be the chunks of schedule `{run.schedule.name}`",
+                f"the schedule has {num_parts} chunks",
+            )
             raise problem(where, requested, reason, f"stack {num_parts} chunks along the first dim", code="wrong-shape")
     if specs is not None:
         _check_specs(run, params, specs)

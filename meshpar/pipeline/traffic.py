@@ -35,7 +35,7 @@ class StageTraffic:
     down: tuple[int, ...]
     """For each lane, the number of ticks in which some stage sends to the previous stage."""
     messages: int
-    """Number of results used on a different stage than their own, summed over stages."""
+    """Number of results that a different stage uses, summed over stages."""
     rounds: int
     """Number of permutes that move weights to the stages of the schedule. Gradients need the same number."""
 
@@ -73,9 +73,9 @@ def traffic(schedule: Schedule) -> StageTraffic:
 
 
 def makespan(slots: Slots, lengths: np.ndarray) -> float:
-    """Return the end time of the last stage of the executor, where each permute synchronizes neighboring stages.
+    """Return the time at which the last stage ends, with the synchronization of the executor.
 
-    `lengths` are the durations of the ops, `[tick, stage]`.
+    Each permute synchronizes neighboring stages. `lengths` are the durations of the ops, `[tick, stage]`.
     """
     sends = slots.sends >= 0
     time = np.zeros(lengths.shape[1])
@@ -94,7 +94,7 @@ def makespan(slots: Slots, lengths: np.ndarray) -> float:
 
 
 def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
-    """Return the number of gathers per step of a weight that ticks gather, int `[stage]`.
+    """Return how often a weight is gathered per step if the ticks that use it gather it, int `[stage]`.
 
     Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise a B and its own W.
     `reads` contains whether F, B and W read the weight; see `SplitVjp.reads`.

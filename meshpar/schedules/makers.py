@@ -12,15 +12,16 @@ from meshpar.schedules.schedule import Schedule
 from meshpar.schedules.ticks import filled
 from meshpar.sharding.errors import check_positive_int, near, problem
 
-# Legend: p stages, m microbatches, v chunks per stage. F, B and W are the durations of the forward, input gradient and
-# weight gradient of a stage. M is the size of a microbatch's activations on a stage. Bubbles are span bubbles,
-# exact within the stated range. `Schedule.simulate` computes all other cases.
-
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Return GPipe: all forwards, then all backwards.
 
-    Bubble (p−1)(F+B+W), activations m·M. Huang et al., GPipe, arXiv 1811.06965.
+    Bubble: (p−1)(F+B+W). Activations: m·M. Huang et al., GPipe, arXiv 1811.06965.
+
+    Symbols of all schedules: p is the number of stages, m of microbatches, and v of chunks per stage. F, B and W are the
+    durations of the forward, the input gradient and the weight gradient on a stage. M is the size of a microbatch's
+    activations on a stage. The bubble is the idle time between the first and the last op of a stage. Formulas are exact
+    within the stated range, and `Schedule.simulate` computes all cases.
 
     Args:
       stages: number of stages, p.
@@ -45,9 +46,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Return 1F1B: a warm-up of p−1 forwards on the first stage, then alternating forwards and backwards.
 
-    Bubble (p−1)(F+B+W), activations min(p, m)·M. Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
+    Bubble: (p−1)(F+B+W). Activations: min(p, m)·M. Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
 
-    Args, returns and raises as in `gpipe`.
+    Symbols, args, returns and raises as in `gpipe`.
 
     Example:
       >>> print(one_f_one_b(stages=2, microbatches=2))
@@ -65,11 +66,11 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Return interleaved 1F1B: stage s runs chunks s, s+p, s+2p, ..., which shortens fill and drain.
 
-    Bubble (p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p. Activations p·M·(1 + (p−1)/(p·v)) if m is a
-    multiple of p and m > p. Groups of at least p microbatches pass through the chunks in turn; a group of g > p
-    microbatches has the same bubble and adds (v−1)(g−p)/v · M. Narayanan et al., arXiv 2104.04473.
+    Bubble: (p−1)(F+B+W)/v. If m < p, it is longer by (p−m)(v−1)(F+B+W)/v. Activations: p·M·(1 + (p−1)/(p·v)) if m is a
+    multiple of p and m > p. Microbatches pass through the chunks in groups of at least p. A group of g > p microbatches
+    has the same bubble, and adds (v−1)(g−p)/v · M to the activations. Narayanan et al., arXiv 2104.04473.
 
-    `chunks` is the number of chunks per stage, v. Other args, returns and raises as in `gpipe`.
+    `chunks` is the number of chunks per stage, v. Symbols, other args, returns and raises as in `gpipe`.
 
     Example:
       >>> print(interleaved_1f1b(stages=2, microbatches=2, chunks=2))
@@ -90,13 +91,15 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
 def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
     """Return eager 1F1B: enough warm-up forwards that each stage runs a forward and a full backward per tick.
 
-    In 1F1B a stage runs a forward while the next stage runs a backward. If stages synchronize in every tick, they wait
-    for the longest op, up to 3(p−1+m) max(F, B, W). Here all stages run the same ops in every tick between fill and
-    drain, so synchronization is free: bubble (p−1)(F+B+W)/v, for any op durations, and (p−m)(v−1)(F+B+W)/v more where
-    m < p. Activations min(2p, m)·M, or p(1 + 1/v)·M with v > 1 if m is a multiple of p and m > p. Zhuang et al., On
-    Optimizing the Communication of Model Parallelism, arXiv 2211.05322; chunks: Narayanan et al., arXiv 2104.04473.
+    In 1F1B, a stage runs a forward while the next stage runs a backward. If stages synchronize in every tick, they wait
+    for the longest op. A step can then take 3(p−1+m) max(F, B, W). In eager 1F1B, all stages run the same ops in every
+    tick between fill and drain, so synchronization is free.
 
-    Args, returns and raises as in `interleaved_1f1b`.
+    Bubble: (p−1)(F+B+W)/v, for any op durations. If m < p, it is longer by (p−m)(v−1)(F+B+W)/v. Activations:
+    min(2p, m)·M. With v > 1, they are p(1 + 1/v)·M if m is a multiple of p and m > p. Zhuang et al., On Optimizing the
+    Communication of Model Parallelism, arXiv 2211.05322; chunks: Narayanan et al., arXiv 2104.04473.
+
+    Symbols, args, returns and raises as in `interleaved_1f1b`.
 
     Example:
       >>> print(eager_1f1b(stages=2, microbatches=2))
@@ -130,10 +133,10 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """Return ZB-H1: 1F1B with weight gradients deferred into idle time, within the memory of 1F1B.
 
-    Bubble (p−1)(F+B−W) where W ≤ F, and (p−m)W more where m < p; activations min(p, m)·M. Qi et al., Zero Bubble
+    Bubble: (p−1)(F+B−W) if W ≤ F. If m < p, it is longer by (p−m)W. Activations: min(p, m)·M. Qi et al., Zero Bubble
     Pipeline Parallelism, arXiv 2401.10241.
 
-    Args, returns and raises as in `gpipe`.
+    Symbols, args, returns and raises as in `gpipe`.
 
     Example:
       >>> print(zb_h1(stages=2, microbatches=2))
@@ -147,13 +150,13 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedule:
     """Return ZB-H2: enough warm-up forwards that no stage is idle between the first and the last op.
 
-    Bubble (p−1)(F+B−2W), activations (2p−1)·M, where W ≤ F, W ≤ B and m ≥ 2p−1. With k < 2p−1 microbatches, or memory
-    for k microbatches, the bubble is (2p−1−k)W more and the activations are k·M. Qi et al., Zero Bubble Pipeline
-    Parallelism, arXiv 2401.10241.
+    Bubble: (p−1)(F+B−2W). Activations: (2p−1)·M. Both formulas are for W ≤ F, W ≤ B and m ≥ 2p−1. With fewer
+    microbatches, or memory for fewer, k < 2p−1, the bubble is longer by (2p−1−k)W and the activations are k·M. Qi et
+    al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
     `limit` is the maximum number of microbatches with saved activations on a stage. The default, 2p−1, leaves no bubble
-    if F = B = W. The formula is valid for limits of at least p; with a lower limit, stages wait for memory. Other args,
-    returns and raises as in `gpipe`.
+    if F = B = W. The formulas are valid for limits of at least p; with a lower limit, stages wait for memory. Symbols,
+    other args, returns and raises as in `gpipe`.
 
     Example:
       >>> print(zb_h2(stages=2, microbatches=3))
@@ -170,10 +173,10 @@ def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedu
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """Return ZB-V: two chunks per stage, placed in a V, without a bubble and within the memory of 1F1B.
 
-    With F = B = W, bubble 0 where m ≥ 2p−1, (2p−1−m)·F/2 with fewer microbatches and (4p−1−4m)·F/2 with fewer than
-    2p/3; activations min(p, m)·M. Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
+    Bubble for F = B = W: 0 if m ≥ 2p−1, (2p−1−m)·F/2 with fewer microbatches, and (4p−1−4m)·F/2 with fewer than 2p/3.
+    Activations: min(p, m)·M. Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
-    Args, returns and raises as in `gpipe`.
+    Symbols, args, returns and raises as in `gpipe`.
 
     Example:
       >>> print(zb_v(stages=2, microbatches=2))
@@ -190,13 +193,15 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 def dualpipe(stages: int, microbatches: int) -> Schedule:
     """Return DualPipe: two copies of the model run in opposite directions, and F overlaps B of the opposite direction.
 
-    Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. Bubble (p/2−1)(F&B + B − 3W) for even m ≥ 2p, F + B
-    more for odd m ≥ 2p. Here B is a full backward, and F&B = F + B is the duration of an overlapped pair; F is as long
-    as the input gradient, and W is not longer. A longer input gradient or a shorter pair has a smaller bubble than the
-    formula, a longer F or W a larger bubble. Activations (p+1)·M, and two copies of the parameters. DeepSeek-AI,
-    DeepSeek-V3, arXiv 2412.19437.
+    Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. Bubble: (p/2−1)(F&B + B − 3W) for even m ≥ 2p, and
+    longer by F + B for odd m ≥ 2p. Activations: (p+1)·M, and two copies of the parameters. DeepSeek-AI, DeepSeek-V3,
+    arXiv 2412.19437.
 
-    Args, returns and raises as in `gpipe`. The number of stages must be even.
+    As in the paper, B is a full backward here, with input and weight gradient. F&B is the duration of an overlapped
+    pair. The formula assumes that F&B = F + B, that F is as long as the input gradient, and that W is not longer. With a
+    longer input gradient or a shorter pair, the bubble is smaller. With a longer F or W, it is larger.
+
+    Other symbols, args, returns and raises as in `gpipe`. The number of stages must be even.
 
     Example:
       >>> print(dualpipe(stages=2, microbatches=4))
@@ -225,11 +230,11 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """Return DualPipeV: DualPipe folded in the middle, with two chunks per stage and a single stream.
 
-    On p stages it is DualPipe for 2p stages with ops of half the duration: bubble (p−1)(F&B + B − 3W)/2 for any m ≥ 2p,
-    with F, B and W as in `dualpipe`; activations (2p+1)·M/2. Qi et al., https://hackmd.io/@ufotalent/r1lVXsa9Jg;
-    DeepSeek-AI, DualPipe.
+    On p stages, it is DualPipe for 2p stages with ops of half the duration. Bubble: (p−1)(F&B + B − 3W)/2 for any
+    m ≥ 2p, with F, B and W as in `dualpipe`. Activations: (2p+1)·M/2. Qi et al.,
+    https://hackmd.io/@ufotalent/r1lVXsa9Jg; DeepSeek-AI, DualPipe.
 
-    Args, returns and raises as in `gpipe`.
+    Other symbols, args, returns and raises as in `gpipe`.
 
     Example:
       >>> dualpipe_v(stages=2, microbatches=4)

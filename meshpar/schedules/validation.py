@@ -96,7 +96,11 @@ def _check_numbers(schedule: Schedule) -> None:
     for tick, stage in np.argwhere(schedule.joined & ~(schedule.busy & next_busy)):
         requested, fix = "join this tick and the next into a block", "join only consecutive ticks with ops"
         raise problem(
-            f"{where}, tick {tick}, stage {stage}", requested, "the stage is idle in either tick", fix, code="conflict"
+            f"{where}, tick {tick}, stage {stage}",
+            requested,
+            "the stage is idle in one of the two",
+            fix,
+            code="conflict",
         )
 
 

@@ -20,7 +20,7 @@ from meshpar.sharding.types import Decision, axes_of_spec
 
 SCALES = "fp8 scales of rows"
 _Reduction = tuple[Literal["sum", "gather"], str, int, int]
-"""Kind, dtype, and minimum and maximum count per layer and micro-step."""
+"""A collective: kind, dtype, minimum count, maximum count. Counts are per layer and micro-step."""
 
 
 def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:

@@ -21,9 +21,9 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
         ... with sequence parallelism           reduce-scatter instead, and an all-gather of the sequence
         logits sharded over the vocabulary      all-reduce of max, sum and target, one element per token
 
-    A weight is row-parallel if its sharded dim is before its `embed` dim, and column-parallel if it is after (without
-    names: if it is the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", section 3. In latent
-    attention a replicated matrix computes a latent vector, from which sharded matrices compute the heads. There the
+    A weight is row-parallel if its sharded dim is before its `embed` dim, and column-parallel if it is after (Shoeybi
+    et al. 2019, "Megatron-LM", section 3). A weight without names is row-parallel if its first dim is sharded. In
+    latent attention, a replicated matrix computes a latent vector, from which sharded matrices compute the heads. There the
     latent vector is gathered and its gradient is reduced.
     """
     decisions = [weight.decision for weight in step.weights]
@@ -130,8 +130,8 @@ def _of_latent(
 def _of_pair(step: StepSpec, decision: Decision, axis: str) -> Iterator[ExpectedCollective]:
     """Yield the reductions of the activations between the matrices of a low-rank pair.
 
-    With a sharded input the activations are partial sums. With a sharded output their gradients are, unless each rank
-    computes them separately (`params.outputs_of_pair`). Their width is the rank of the pair.
+    If the input dim is sharded, these activations are partial sums. If the output dim is sharded, their gradients are
+    partial sums, unless each rank computes them separately (`params.outputs_of_pair`). The width is the LoRA rank.
     """
     is_inward, stack = decision.path.endswith(PAIR[0]), decision.leaf.num_layers
     is_by_rank = not is_inward and not (step.is_pipelined or step.is_by_device)
@@ -148,9 +148,9 @@ def _of_pair(step: StepSpec, decision: Decision, axis: str) -> Iterator[Expected
 def _activation_collective(
     step: StepSpec, axis: str, width: int, tensors: Sequence[Decision]
 ) -> Callable[..., ExpectedCollective]:
-    """Return a constructor for collectives of activations of a width.
+    """Return a function that creates collectives of activations with `width` elements per token.
 
-    Its arguments are role, kind, and the minimum and maximum count per layer and micro-step.
+    The function takes role, kind, and the minimum and maximum count per layer and micro-step.
     """
     stack, by_sequence = tensors[0].leaf.num_layers, axis in step.sequence_axes
     slices = step.slices(stack)

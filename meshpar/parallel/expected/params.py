@@ -5,7 +5,7 @@ They follow from the shardings of a parameter, its gradient and its update:
     parameter sharded over batch axes          all-gather before use, forward and backward, in the compute dtype
     gradient                                   reduce-scatter over the axes that shard the update,
                                                all-reduce over the other batch axes
-    update sharded over more axes than itself  all-gather of the new value
+    update sharded over additional axes        all-gather of the new value
 
 A stacked leaf counts once per layer, and an output layer computed in vocabulary chunks counts once per chunk.
 """
@@ -67,11 +67,11 @@ def _by_use(step: StepSpec, weight: Weight) -> tuple[tuple[StepSpec, Weight], ..
 
 
 def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> Iterator[ExpectedCollective]:
-    """Yield a parameter's collective with the counts of a traced model that has no activation constraints.
+    """Yield a parameter's collective with counts that follow from the uses of the parameter (`step.uses`).
 
-    The collective is required only if the full parameter is used with a gradient. XLA may send slices instead if
-    the model uses slices, and rows instead of a table whose width is sharded. Unannotated axes may share the work
-    on a small parameter and on any gradient, so that only a shard is sent.
+    The collective is required only if the model uses the full parameter. XLA may send slices if the model uses slices,
+    and rows if the width of a table is sharded. Ranks of `unannotated_axes` may divide the work on a small parameter
+    and on any gradient, so that only a shard is sent.
     """
     leaf, use = weight.leaf, step.uses.get(weight.decision.path)
     if use is None:
@@ -258,7 +258,7 @@ def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes:
 
 
 def renewed(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
-    """Return the all-gather of a new parameter value whose update is sharded over more axes than the parameter."""
+    """Return the all-gather of the new parameter value, if the update is sharded over additional axes."""
     decision = weight.decision
     axes = step.ordered(set(split_axes(step, weight.update)) - set(split_axes(step, decision.spec)))
     if not axes or not decision.leaf.is_trained:

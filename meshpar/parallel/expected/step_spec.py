@@ -44,7 +44,7 @@ class ExpectedCollective:
     role: str
     """Purpose: `weights before use`, `gradients`, `new parameters`, `partial sums, forward`, ..."""
     kind: Literal["gather", "sum", "exchange"]
-    """All-gather; all-reduce or reduce-scatter; all-to-all."""
+    """`gather` is an all-gather, `sum` an all-reduce or reduce-scatter, `exchange` an all-to-all."""
     axes: tuple[str, ...]
     """Mesh axes in the mesh's order."""
     scattered: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class ExpectedCollective:
     may_all_reduce: bool | Literal["always"] = False
     """For a scattered sum, whether XLA may all-reduce it and slice; `"always"` if it always does."""
     elements: int
-    """Elements of one array, replicated over the axes; with `multiple`, any multiple of this number."""
+    """Number of elements of the array if it is replicated over `axes`. With `multiple`, any multiple of it matches."""
     multiple: bool = False
     dtype: str
     """HLO dtype on the wire."""
@@ -64,7 +64,7 @@ class ExpectedCollective:
     stack: int = 1
     """Layers stacked in one array; XLA may send them with one collective."""
     is_param: bool = False
-    """True if it belongs to a parameter. The loop over layers contains only those of stacked parameters."""
+    """True for collectives of parameters and gradients. In the loop over layers, only stacked parameters have them."""
     forward_only: bool = False
     """True if only the forward pass contains it."""
     outside_loops: bool = False
@@ -113,9 +113,9 @@ class ParamUsage(NamedTuple):
     full: int
     """Uses of the full parameter."""
     slices: tuple[tuple[int, int], ...] = ()
-    """(elements of the slice, uses)."""
+    """Pairs (number of elements of a slice, number of uses)."""
     rows: int = 0
-    """Total number of rows looked up in it."""
+    """Total number of rows that lookups read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,8 @@ class StepSpec:
     is_once: bool = False
     """True if weights are gathered before the first micro-step and gradients are reduced after the last."""
     deferred_axes: tuple[str, ...] = ()
-    """Axes over which gradients are reduced once, after the last micro-step, while each micro-step reduces them over
-    other axes."""
+    """Axes over which gradients are reduced once, after the last micro-step. Each micro-step reduces them over the
+    other batch axes."""
     is_remat: bool = False
     interleave: int = 1
     """Number of slices of the local batch that stacked layers interleave."""
@@ -149,9 +149,9 @@ class StepSpec:
     uses: Mapping[str, ParamUsage] = dataclasses.field(default_factory=dict)
     """Uses of parameters by path, in a model without activation constraints."""
     unannotated_axes: tuple[str, ...] = ()
-    """Axes that shard such parameters but not the batch. Activation collectives over them are unknown."""
+    """Axes that shard the parameters in `uses` but not the batch. Activation collectives over them are unknown."""
     experts_per_token: int = 0
-    """Set for estimates only."""
+    """Number of experts that each token is sent to. Set for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
     """Maps the number of nodes to the expected number of nodes that a token is sent to, for dispatch that sends each
     token once per node. Set for estimates only."""
@@ -231,7 +231,7 @@ class StepSpec:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def recomputed(self, stack: int) -> int:
-        """Return how often the forward pass of a layer runs."""
+        """Return how often the forward pass of a layer runs per micro-step, with rematerialization."""
         return 2 if self.is_remat and stack > 1 else 1
 
     def slices(self, stack: int) -> int:
