@@ -1,8 +1,8 @@
 """Blockwise attention on a device, and ring attention over a sharded sequence.
 
 A tile pairs a block of consecutive queries with a block of consecutive keys. Tiles that a mask excludes are not
-computed. The softmax is online, in float32 or higher precision. The backward pass recomputes tiles from the saved log-
-sum-exp of each query. In the ring, queries stay on their rank, while keys and values, and then their gradients, are
+computed. The softmax is online, in float32 or higher precision. The backward pass recomputes tiles from the saved
+log-sum-exp of each query. In the ring, queries stay on their rank, while keys and values, and then their gradients, are
 passed around. A tile is computed with plain matmuls or with the kernel of a library, whose results are combined by
 their log-sum-exps.
 

@@ -295,7 +295,7 @@ class MicrobatchTotals:
 
     loss: jax.Array
     metrics: dict[str, jax.Array]
-    """Sums of means, to be divided by `count`, and integer counts."""
+    """Sums over the parts. Floating metrics are means, to be divided by `count`. Integers are counts."""
     grads: PyTree
     extra: PyTree
     """The model's variables other than parameters, after the last part."""

@@ -12,7 +12,7 @@ _DTYPES = {"floating": (jnp.floating, "floating-point numbers"), "integer": (jnp
 
 
 def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floating", "integer"] = "floating") -> None:
-    """Check the kind of dtype of an array, and its number of dims: two for "T k", any number for "..."."""
+    """Check that `x` is a floating-point or integer array. `dims` names its dims, such as "T k"; "..." allows any."""
     shape, (kind, numbers) = getattr(x, "shape", None), _DTYPES[dtype]
     if shape is None or not hasattr(x, "dtype"):
         code, requested = "wrong-type", f"use a {type(x).__name__} as `{name}`"
