@@ -41,7 +41,7 @@ def all_reduce(
 
         algorithm           steps         bytes sent per rank (n the array, N ranks)
         ring                2(N-1)        2(N-1)/N n    bandwidth-optimal; a reduce-scatter, then an all-gather
-        bidirectional       2(N-1)        2(N-1)/N n    two messages a step: half of it each way round
+        bidirectional       2(N-1)        2(N-1)/N n    two messages in each step, one in each direction
         recursive_doubling  log2 N        n log2 N      latency-optimal
         halving_doubling    2 log2 N      2(N-1)/N n
         tree                2 log2 N      n log2 N each way along the longest path
@@ -49,7 +49,7 @@ def all_reduce(
         parameter_server    2(N-1)        (N-1) n/S in and out of each of S servers; for comparison only
         xla                               XLA's own collective
         auto                              the fastest in a measured profile, XLA's by default (`choose`);
-                                          several axes may use `hierarchical_all_reduce`, the last axis inside
+                                          for several axes also `hierarchical_all_reduce`, with the last as `inner`
 
     If N is not a power of two, recursive doubling and halving-doubling send two more messages of n bytes, with log2 N
     rounded down. The tree rounds log2 N up. All ranks return bitwise equal results. Sums use the dtype of the array.

@@ -89,9 +89,10 @@ def from_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shape
 
 
 def _moves(num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (rank in zigzag order, rank in contiguous order) for all even chunks, and for all odd chunks.
+    """Return (rank that has a chunk in zigzag order, rank in contiguous order), in a list each for even and odd chunks.
 
-    One of the chunks i and 2N-1-i of rank i is even, so each rank is once a source and once a target in each list.
+    Rank i has the chunks i and 2N-1-i, one even and one odd. So in each list every rank is once a source and once a
+    target.
     """
     ranks = {chunk: place // 2 for place, chunk in enumerate(chunk_order(num_ranks).tolist())}
     even, odd = ([(ranks[chunk], chunk // 2) for chunk in range(first, 2 * num_ranks, 2)] for first in (0, 1))

@@ -32,9 +32,9 @@ from meshpar.sharding.errors import MeshparError, check_number, near, problem
 class Mixture:
     """Interleaving of sources in exact proportion to their weights, as a selection map of grain.
 
-    Among the first `n` examples, the first source has `n` times its share, rounded up. The other sources share the
-    remaining examples in the same way. `grain.MapDataset.mix` has the same order, but it rounds weights to 1 %
-    of the smallest weight and does not count examples.
+    In the first `n` examples, the first source has `n` times its weight, rounded up. The remaining examples are divided
+    among the other sources by the same rule. `grain.MapDataset.mix` has the same order, but it rounds weights to 1 % of
+    the smallest weight and does not count examples.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

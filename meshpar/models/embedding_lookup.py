@@ -139,7 +139,7 @@ exchanged_rows.defvjp(lambda how, table, tokens: (exchanged_rows(how, table, tok
 
 
 def _local_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
-    """Return local row indices of the tokens of the group (`num_rows` if not in this shard), and which are local."""
+    """Return the local row index of each token of the group, `num_rows` if it is in another shard, and a local mask."""
     tokens_GT = lax.all_gather(tokens_BT, how.width, axis=0, tiled=True)
     first = lax.axis_index(how.vocab) * num_rows if how.vocab else 0
     ids_GT = jnp.where(tokens_GT < 0, tokens_GT + how.num_rows, tokens_GT) - first

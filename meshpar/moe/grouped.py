@@ -288,7 +288,7 @@ class _Plan(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Rows of a group, within the `block` rows that start at `first`."""
+    """The rows of one group among the `block` rows that start at `first`."""
 
     group: jax.Array
     is_first: jax.Array
