@@ -115,7 +115,7 @@ class Renderer:
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON, with the arguments of transformers. The filter of jinja2 would escape it for HTML."""
+    """Return JSON without HTML escapes, unlike jinja2's own filter. The arguments are those of transformers."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

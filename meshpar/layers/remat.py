@@ -66,7 +66,7 @@ def remat_policy(remat: str, names: set[str] | None = None) -> Callable[..., Any
       remat: terms joined by `+`: a key of `REMAT_POLICIES`; `save:NAMES` to save the arrays that the model marks with
         `jax.ad_checkpoint.checkpoint_name` under these names, joined by commas; `offload:NAMES` to save them in
         pinned host memory.
-      names: receives the names that the model uses, during differentiation.
+      names: set to which the policy adds the names that the model uses, when the model is differentiated.
     """
     policies, saved, offloaded = _remat_terms(remat)
 
