@@ -211,8 +211,8 @@ def hsdp(
 ) -> Strategy:
     """Hybrid sharded data parallelism: `fsdp` over `axis`, replicated over `data` (Zhao et al. 2023).
 
-    All-gathers and reduce-scatters run over `axis`. Gradient shards are then all-reduced over `data`, which sends
-    1/N of the gradients if `axis` has size N. With `train_step(accumulate=n)`, each micro-step reduce-scatters gradients
+    All-gathers and reduce-scatters run over `axis`. Gradient shards are then all-reduced over `data`, which sends 1/N
+    of the gradients if `axis` has size N. With `train_step(accumulate=n)`, each micro-step reduce-scatters gradients
     over `axis`, and the accumulated shards are all-reduced over `data` once (`reduce_gradients="once_across_groups"`).
     Arguments and errors are as in `fsdp`. With `quantize`, the all-reduce over `data` is quantized, too.
 

@@ -18,8 +18,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Bubble: (p−1)(F+B+W). Activations: m·M. Huang et al., GPipe, arXiv 1811.06965.
 
-    Symbols of all schedules: p is the number of stages, m of microbatches, and v of chunks per stage. F, B and W are the
-    durations of the forward, the input gradient and the weight gradient on a stage. M is the size of a microbatch's
+    Symbols of all schedules: p is the number of stages, m of microbatches, and v of chunks per stage. F, B and W are
+    the durations of the forward, the input gradient and the weight gradient on a stage. M is the size of a microbatch's
     activations on a stage. The bubble is the idle time between the first and the last op of a stage. Formulas are exact
     within the stated range, and `Schedule.simulate` computes all cases.
 
@@ -198,8 +198,8 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     arXiv 2412.19437.
 
     As in the paper, B is a full backward here, with input and weight gradient. F&B is the duration of an overlapped
-    pair. The formula assumes that F&B = F + B, that F is as long as the input gradient, and that W is not longer. With a
-    longer input gradient or a shorter pair, the bubble is smaller. With a longer F or W, it is larger.
+    pair. The formula assumes that F&B = F + B, that F is as long as the input gradient, and that W is not longer. With
+    a longer input gradient or a shorter pair, the bubble is smaller. With a longer F or W, it is larger.
 
     Other symbols, args, returns and raises as in `gpipe`. The number of stages must be even.
 

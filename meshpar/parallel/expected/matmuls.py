@@ -23,8 +23,8 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
 
     A weight is row-parallel if its sharded dim is before its `embed` dim, and column-parallel if it is after (Shoeybi
     et al. 2019, "Megatron-LM", section 3). A weight without names is row-parallel if its first dim is sharded. In
-    latent attention, a replicated matrix computes a latent vector, from which sharded matrices compute the heads. There the
-    latent vector is gathered and its gradient is reduced.
+    latent attention, a replicated matrix computes a latent vector, from which sharded matrices compute the heads. There
+    the latent vector is gathered and its gradient is reduced.
     """
     decisions = [weight.decision for weight in step.weights]
     blocks: dict[tuple[str, str, int, bool], tuple[list[Decision], list[Decision]]] = defaultdict(lambda: ([], []))
