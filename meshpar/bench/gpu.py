@@ -112,7 +112,7 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
 
 
 def _launch_s(repeats: int) -> float:
-    """Return the seconds by which each further kernel extends a chain of small dependent kernels."""
+    """Return the additional seconds per kernel in a chain of small dependent kernels."""
     counts = (CHAINED, 2 * CHAINED)
     short, long = (_time_s(functools.partial(_chain, count=count), jnp.ones(8), repeats) for count in counts)
     return max(long - short, 0.0) / CHAINED
@@ -125,7 +125,7 @@ def _chain(x: jax.Array, count: int) -> jax.Array:
 
 
 def _time_s(run: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """Return the median seconds of `run`, which is applied repeatedly to its own result, starting with `x`."""
+    """Return the median seconds of `run`. It is applied repeatedly to its own result, starting with `x`."""
     program = jax.jit(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: run(x), x))
     jax.block_until_ready(program(x, 1))
     once_s = seconds_of(lambda: jax.block_until_ready(program(x, 2))) / 2

@@ -77,9 +77,10 @@ def collectives(
     meshpar bench collectives --mesh data=2,tensor=4 --save my.json --plot bench.png
     meshpar bench collectives --collective all_reduce --algorithm ring --min-bytes 1MB --max-bytes 64MB --factor 2
 
-    The columns are: time with quartiles; algbw = size / time; busbw = algbw × 2(N−1)/N for an all-reduce and
-    algbw × (N−1)/N for other collectives; ÷ XLA, the time relative to the XLA collective in the same round; #wrong and
-    the largest error relative to the reference; the prediction of the fitted model with its error.
+    The columns are: time (median) and quartiles; algbw = size / time; busbw = algbw × 2(N−1)/N for an all-reduce and
+    algbw × (N−1)/N for other collectives; ÷ XLA, the time relative to XLA's collective in the same round; #wrong, the
+    number of elements with an error above rounding; max error; model, the time predicted with the fitted link; off, the
+    error of this prediction.
     """  # noqa: D301 (click does not wrap paragraphs that start with \b)
     prepare_devices(devices)
     import jax

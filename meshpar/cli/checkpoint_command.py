@@ -42,7 +42,7 @@ def checkpoint() -> None:
     """
 
 
-@checkpoint.command("ls")
+@checkpoint.command("ls", short_help="List the checkpoints of a run.")
 @run_argument
 @output_options
 def ls(run: str, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def ls(run: str, as_json: bool) -> None:
     print_report(Listing(title=str(folder), rows=rows), as_json=as_json)
 
 
-@checkpoint.command("inspect")
+@checkpoint.command("inspect", short_help="List the arrays of a checkpoint.")
 @run_argument
 @step_option
 @output_options
@@ -72,7 +72,7 @@ def inspect(run: str, step: int | None, as_json: bool) -> None:
     print_report(Listing(title=title, rows=rows), as_json=as_json)
 
 
-@checkpoint.command("verify")
+@checkpoint.command("verify", short_help="Check each array against its fingerprint.")
 @run_argument
 @click.option("--step", metavar="N", type=int, help="Verify only this step.  [default: all]")
 @output_options
@@ -92,7 +92,7 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
     raise SystemExit(1 if any(damages.values()) else 0)
 
 
-@checkpoint.command("export")
+@checkpoint.command("export", short_help="Write the parameters to safetensors files.")
 @run_argument
 @click.argument("out", metavar="DIR", type=click.Path())
 @step_option

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from meshpar.cli.main import devices_option, layout_options, options, prepare_devices, select_devices, traceback_option
+from meshpar.cli.main import devices_option, options, prepare_devices, select_devices, traceback_option
 from meshpar.sharding.errors import MeshparError
 
 
@@ -29,7 +29,16 @@ def _suggest_layouts(command: Callable[..., None]) -> Callable[..., None]:
 
 
 where_options = options(
-    layout_options,
+    click.option(
+        "--mesh",
+        metavar="AXES",
+        help="Mesh, as in fsdp=64,tensor=8. -1 takes the remaining devices.  [default: fsdp=-1]",
+    ),
+    click.option(
+        "--strategy",
+        metavar="STRATEGY",
+        help="Strategy, as in 'fsdp() | tensor_parallel(sequence=True)'.  [default: fsdp()]",
+    ),
     click.option("--dtype", metavar="DTYPE", help="Cast the weights to a dtype, such as bfloat16."),
     devices_option,
     traceback_option,
@@ -52,7 +61,7 @@ def convert() -> None:
     """Convert between runs and Hugging Face folders. Requires `pip install meshpar[hf]`."""
 
 
-@convert.command("from-hf")
+@convert.command("from-hf", short_help="Convert a Hugging Face folder to a run.")
 @click.argument("source", metavar="DIR", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path())
 @click.option("--adapter", metavar="DIR", type=click.Path(), help="Merge the adapters of a PEFT folder.")
@@ -83,7 +92,7 @@ def from_folder(
     click.echo(f"{out}: {state.num_params:,} parameters in {config.param_dtype}, {config.num_layers} layers")
 
 
-@convert.command("to-hf")
+@convert.command("to-hf", short_help="Convert a run to a Hugging Face folder.")
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.argument("out", metavar="DIR", type=click.Path())
 @click.option("--step", metavar="N", type=int, help="Step of the checkpoint.  [default: latest]")
@@ -107,7 +116,7 @@ def to_folder(
     click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")
 
 
-@convert.command("to-peft")
+@convert.command("to-peft", short_help="Write the adapters of a run to a PEFT folder.")
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.argument("out", metavar="DIR", type=click.Path())
 @click.option("--step", metavar="N", type=int, help="Step of the checkpoint.  [default: latest]")

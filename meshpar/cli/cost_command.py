@@ -34,7 +34,9 @@ CLUSTER = "h100:8x8"
     help=f"Cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json.  [default: {CLUSTER}]",
 )  # fmt: skip
 @click.option("--axis", metavar="AXIS", help="Mesh axis whose link was measured in the profile.")
-@click.option("--alpha", metavar="SECONDS", type=float, help="Latency of a message, instead of a cluster.")
+@click.option(
+    "--alpha", metavar="SECONDS", type=float, help="With --bandwidth: latency of a message. The two replace --cluster."
+)
 @click.option("--bandwidth", metavar="BYTES/S", type=float, help="With --alpha: bandwidth in bytes per second.")
 @click.option("--inner", metavar="K", type=int, help="Group size of the hierarchical algorithm.")
 @click.option("--servers", metavar="S", default=1, show_default=True, type=int, help="Number of parameter servers.")
@@ -59,7 +61,8 @@ def cost(
     The calculators evaluate formulas from papers: zero, memory, bubble, tp, moe, remat, accumulate, bucket and train.
     For example: meshpar cost zero params=70B ranks=64 --cluster h100:8x8
 
-    Ranks fill the nodes of a cluster in order. If all ranks fit in a node, they use its links; otherwise the network.
+    Ranks fill the nodes of a cluster in order. If all ranks fit in a node, they use the links within the node,
+    otherwise the network.
     """  # noqa: D301 (click does not wrap paragraphs that start with \b)
     prepare_devices(None, use_host=True)
     from meshpar.hardware.calculators import CALCULATORS

@@ -197,13 +197,16 @@ devices_option = click.option(
     "--devices", metavar="N", type=click.IntRange(1, MAX_HOST_DEVICES),
     help=f"Run on N XLA host devices. Default: the accelerators of this machine, or {HOST_DEVICES} host devices.",
 )  # fmt: skip
-mesh_option = click.option(
-    "--mesh", metavar="AXES", help="Replace the mesh, as in fsdp=64,tensor=8. -1 takes the remaining devices."
-)
-strategy_option = click.option(
-    "--strategy", metavar="STRATEGY", help="Replace the strategy, as in 'fsdp() | tensor_parallel(sequence=True)'."
-)
-layout_options = options(mesh_option, strategy_option)
+layout_options = options(
+    click.option(
+        "--mesh", metavar="AXES",
+        help="Replace the mesh of the recipe, as in fsdp=64,tensor=8. -1 takes the remaining devices.",
+    ),
+    click.option(
+        "--strategy", metavar="STRATEGY",
+        help="Replace the strategy of the recipe, as in 'fsdp() | tensor_parallel(sequence=True)'.",
+    ),
+)  # fmt: skip
 cluster_help = "h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json."
 
 

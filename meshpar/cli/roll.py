@@ -24,7 +24,7 @@ from meshpar.sharding.errors import MeshparError
 
 TOKEN = "MESHPAR_TOKEN"
 """Environment variable with the token of the run. `--processes` sets it; with launchers the user does."""
-_GRACE_S = 10.0  # the others wait longer, so that process 0 times out first and reports which process is missing
+_GRACE_S = 10.0  # process 0 times out first, so that it can report the missing process
 _CONNECT_S = 10.0
 _POLL_S = 0.2
 _MAX_BYTES = 65_536
@@ -101,7 +101,7 @@ class _Roll:
         for connection in list(self._connections):
             connection.write(_signed(json.dumps(fields), self._key))
             connection.close()
-            with contextlib.suppress(OSError):  # the process died; the timeout of jax or the watchdog ends the others
+            with contextlib.suppress(OSError):  # the process died, and jax or the watchdog ends the others
                 await connection.wait_closed()
         if refusal is not None:
             raise refusal
@@ -156,7 +156,7 @@ class _Roll:
 
 
 def _ask(coordinator: str, process_id: int, num_processes: int, key: bytes, timeout_s: float) -> list[str]:
-    """Join as another process and wait for the answer of process 0: the fields of an error, or an empty list."""
+    """Join at process 0 and return its answer: the fields of an error, or an empty list."""
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + timeout_s + _GRACE_S, ""
     while (left_s := deadline - time.monotonic()) > 0:

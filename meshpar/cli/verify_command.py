@@ -37,7 +37,8 @@ QUICKLY = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_p
 @click.option("--case", metavar="NAME", help="Test only this layout: 'fsdp=4; fsdp(min_bytes=0); accumulate=2'.")
 @click.option(
     "--dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
-    help="Tolerance relative to the largest gradient: 1e-9 for float64, 1e-4 for models that use float32 internally.",
+    help="Dtype of the comparison. Tolerance relative to the largest gradient: 1e-9 for float64, 1e-4 for float32. "
+    "Use float32 for models that compute in float32 internally.",
 )  # fmt: skip
 @click.option("--devices", metavar="N", type=click.IntRange(2, 64), default=HOST_DEVICES, help="XLA host devices.")
 def verify(

@@ -35,7 +35,7 @@ class StagePartition:
 
     schedule: Schedule
     stage_outputs: tuple[jax.ShapeDtypeStruct, ...]
-    """Shapes, on one device, of the arrays that a stage sends to the next for each microbatch."""
+    """Local shapes of the arrays that a stage sends to the next stage for each microbatch."""
     first: frozenset[str]
     """Paths of the parameters that are used before the layers."""
     last: frozenset[str]
@@ -97,7 +97,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
 
 
 def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array on one device. The array is sharded only if it is a sharding constraint's result."""
+    """Return the local shape of an array, which is sharded only if a sharding constraint produced it."""
     producer = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
     dims = list(x.aval.shape)
     if producer is not None and producer.primitive.name == "sharding_constraint":
