@@ -47,7 +47,7 @@ class CollectiveKernels:
     """Implementations of a collective: the algorithms of `meshpar.collectives` and XLA's collective."""
 
     algorithms: Mapping[str, Callable[[float, int], cost.Cost]]
-    """Name of an algorithm -> its cost for (payload bytes, ranks). XLA's collective is assumed to cost the first."""
+    """Name of an algorithm -> its cost for (payload bytes, ranks). XLA's collective costs as much as the first."""
     xla: Callable[[jax.Array, Ranks, str], jax.Array]
     ops: tuple[str, ...]
     """Reductions that XLA's collective supports, such as `sum`; empty for collectives without a reduction."""
@@ -103,8 +103,8 @@ TWO_LEVELS = "hierarchical"
 UNFITTED = ("bidirectional", TWO_LEVELS)
 """Algorithms that are not fitted: they use both directions of a link, or two kinds of links."""
 CPU_COPIES = 16
-"""Maximum number of copies of the payload on a CPU device, to check the memory: input, output, loop carry and
-temporaries of the program, and the same of the reference."""
+"""Number of copies of the payload that a CPU device needs at most, to check the memory before measuring: input, output,
+loop carry and temporaries, for the program and for the reference."""
 DEFAULT = tuple(name for name in ALGORITHMS if name not in ("root", "parameter_server"))
 """Algorithms that are measured by default."""
 

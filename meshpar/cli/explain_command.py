@@ -140,7 +140,7 @@ def explain(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is compiled: a recipe with overrides, on a cluster or the local devices."""
+    """A recipe with overrides, to compile for a cluster or for the local devices."""
 
     path: str
     recipe: Recipe

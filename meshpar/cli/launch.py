@@ -48,10 +48,10 @@ class Launch:
     source: str
     """The detected launcher: jax, torchrun, kubeflow, open-mpi, pmi, kubernetes, slurm or cloud-tpu."""
     num_processes: int | None = None
-    """None if jax detects the number. The same applies to the next two fields."""
+    """Number of processes; None if jax detects it."""
     process_id: int | None = None
     coordinator: str | None = None
-    """`host:port` of process 0."""
+    """`host:port` of process 0; None if jax detects it."""
     local_device_ids: tuple[int, ...] | None = None
     """GPUs of this process; None for all visible GPUs."""
 

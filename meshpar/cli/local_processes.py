@@ -113,7 +113,7 @@ def follow_parent() -> None:
     """Start a thread that ends this process after the loss of its parent or of a local process.
 
     Before this process has joined the pod, it just ends, because the parent has already reported the loss. Later, the
-    watchdog of this process reports the loss. The parent tells it about killed processes, which it detects late itself.
+    watchdog of this process reports the loss. It would detect a killed process late, so the parent reports it.
     """
     parent = os.environ.get(PARENT)
     if parent is None:

@@ -219,8 +219,8 @@ def curves(
 ) -> Figure:
     """Plot measured lines, and dashed lines of formulas, by name.
 
-    The ticks have SI units. Without a unit of x, each x has a tick if the scales are logarithmic. `marks` are vertical
-    lines by name, and `healthy` is the upper limit of a band of normal values.
+    The ticks have SI units. If the scales are logarithmic and x has no unit, each value of x has a tick. `marks` are
+    vertical lines by name, and `healthy` is the upper limit of a band of normal values.
     """
     figure, (axes,) = figure_of(8.0, 4.2)
     expected = expected or {}

@@ -151,7 +151,7 @@ class AdamW:
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
         """Return the learning rate schedule of a run of `steps` steps.
 
-        A run that is shorter than the warm-up ends during it, with a warning. A longer run starts in the same way.
+        A run that is shorter than the warm-up ends during the warm-up. A warning is printed.
         """
         if self.warmup_steps > steps:
             who = f"{type(self).__name__}(warmup_steps={self.warmup_steps})"
@@ -201,7 +201,7 @@ class Muon(AdamW):
     ns_steps: int = 5
     """Number of Newton-Schulz iterations."""
     rms: float = 0.2
-    """Root mean square of a matrix's update divided by the learning rate. AdamW has 0.2 to 0.4."""
+    """Root mean square of each matrix update, as a multiple of the learning rate. AdamW's updates have 0.2 to 0.4."""
     share: bool = True
     """Divide the work among devices that have the same matrices, and exchange the results, as in `mp.muon`."""
 
@@ -400,7 +400,7 @@ def build_step(recipe: Recipe) -> TrainStep:
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
     """Return the result of the function `recipe` of a file. The path `file.py:name` calls the function `name` instead.
 
-    The number of devices is passed to a function with a parameter `devices`. None keeps its default.
+    If the function has a parameter `devices`, it receives the number of devices. None keeps the parameter's default.
     """
     file, _, name = str(path).partition(":")
     name = name or "recipe"

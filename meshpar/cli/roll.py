@@ -23,7 +23,7 @@ import time
 from meshpar.sharding.errors import MeshparError
 
 TOKEN = "MESHPAR_TOKEN"
-"""Environment variable with the token of the run. `--processes` sets it; with launchers the user does."""
+"""Environment variable with the token of the run. `--processes` sets it. With a launcher, the user sets it."""
 _GRACE_S = 10.0  # process 0 times out first, so that it can report the missing process
 _CONNECT_S = 10.0
 _POLL_S = 0.2

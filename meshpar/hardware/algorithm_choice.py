@@ -73,7 +73,7 @@ def choose(
     """Return the algorithm that `algorithm="auto"` uses.
 
     If a profile has measured both XLA's collectives and single messages along the axes (`meshpar bench collectives
-    --save`), this is the fastest in the alpha-beta model. Otherwise it is XLA's collective.
+    --save`), the result is the fastest algorithm in the alpha-beta model. Otherwise it is XLA's collective.
 
     Args:
       kernel: `all_reduce`, `all_gather` or `reduce_scatter`.
@@ -119,8 +119,8 @@ def choose(
 def links_here(kernel: str) -> Profile:
     """Return the links of the devices of the current mesh, or of this process.
 
-    This is the profile or cluster of `MESHPAR_CLUSTER`, or the data sheet for GPUs of the catalogue, or `HOST_DEVICES`
-    for CPU devices.
+    If `MESHPAR_CLUSTER` is set, return its profile or cluster. Otherwise use the data sheet for GPUs of the catalogue,
+    and `HOST_DEVICES` for CPU devices.
     """
     if from_environment := os.environ.get(VARIABLE):
         return parse_profile(from_environment)

@@ -51,8 +51,8 @@ MATMUL_EFFICIENCY = 0.65
 """Fraction of the peak that matmuls reach if no rates were measured. This is an assumption and not a fit. Large
 bfloat16 matmuls alone reach 0.79 on an H100 (XLA's table, xla/service/gpu/model/matmul_interpolator_data.h, 2025), and
 0.60 to 0.69 on Meta's H100s with 500 W (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2024 and 2025). With
-this value, published training runs are predicted with a median error of 10 % (`tests/planner/published.txt`). Attention
-has its own rates (`Gpu.attention_flops_per_s`)."""
+this value, published training runs are predicted with a median error of 4 % in bfloat16 and 21 % in fp8
+(`tests/planner/published.txt`). Attention has its own rates (`Gpu.attention_flops_per_s`)."""
 ALPHA_S: Mapping[str, float] = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4.0e-6}
 """Latency of a ring step by kind of link, from NCCL's tuning model for rings with the LL128 protocol (NVIDIA/nccl,
 src/graph/tuning.cc, `hwLat`, version 2.23, 2024)."""
@@ -143,7 +143,7 @@ class _Measured:
         )
 
     def compares(self, axes: Sequence[str]) -> bool:
-        """Return whether both XLA's collectives and permutes were measured along these mesh axes."""
+        """Return whether both XLA's collectives and single messages were measured along these mesh axes."""
         both = (self.axes, self.permutes)
         return all("*".join(axes) in by or all(axis in by or ANY in by for axis in axes) for by in both)
 
@@ -165,7 +165,7 @@ class Links(_Measured):
 
     @property
     def name(self) -> str:
-        """`cpu links of data, tensor`."""
+        """Name with the devices and the measured axes, such as `cpu links of data, tensor`."""
         return f"{self.devices} links of {self.axis_names}"
 
     @staticmethod
@@ -185,7 +185,7 @@ ANY = "*"
 """Key of the link for all mesh axes that have no link of their own."""
 
 MAX_LAUNCH_S = 1e-3
-"""Upper limit of a kernel launch in a profile. GPUs need a hundredth, so larger values have another unit."""
+"""Upper limit of the kernel launch time in a profile, 100 times a GPU's. Larger values are in a wrong unit."""
 
 HOST_DEVICES = Links(
     devices="cpu",
@@ -227,7 +227,7 @@ class Cluster(_Measured):
 
     @property
     def name(self) -> str:
-        """`h100:8x8`."""
+        """Name as GPU:NODESxGPUS, such as `h100:8x8`."""
         return f"{self.gpu.name}:{self.nodes}x{self.gpus_per_node}"
 
     @property

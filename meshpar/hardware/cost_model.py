@@ -378,9 +378,8 @@ def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
 
 BLOCKS_A_GROUP = 4
 """Minimum number of blocks per group of average size. With 4, padding adds at most a quarter to the rows, on average an
-eighth.
-With 16, the gradients of DeepSeek-V3's experts take twice as long in the simulation of an H100, because each block
-reads and writes all sums. On CPUs, forward and backward pass together take 1.2 to 1.9 times as long."""
+eighth. With 16, the gradients of DeepSeek-V3's experts take twice as long in the simulation of an H100, because each
+block reads and writes all sums, and on CPUs forward and backward pass together take 1.2 to 1.9 times as long."""
 MAX_BLOCK_ROWS = 4096
 """Maximum number of rows of a block. Each block reads and writes the full gradient of its group's weights. On an H100
 this takes as long as the matmuls of 900 rows."""

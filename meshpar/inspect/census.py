@@ -65,13 +65,13 @@ class Collective:
     axes: tuple[str, ...]
     """Mesh axes over which its groups communicate, in mesh order; `("unknown",)` if the groups match no mesh axes."""
     group_size: int
-    """Devices in a group; for a permute, the devices that take part."""
+    """Number of devices in a group; for a permute, the number of devices that take part."""
     arrays: tuple[ArrayShape, ...]
     """Local operands; several if XLA combined collectives."""
     dtype: str
     """Element type on the wire; several are joined with `+`."""
     payload_bytes: int
-    """n of the table above, over all arrays."""
+    """The payload n of the table in the module docstring, summed over all arrays."""
     bytes_sent_per_device: float
     """Bytes that a device sends each time the collective runs."""
     count_per_step: int
@@ -139,7 +139,7 @@ class Total:
 
     count_per_step: int
     bytes_sent_per_device: float
-    """Per step."""
+    """Bytes that a device sends per step."""
 
 
 def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) -> tuple[Collective, ...]:

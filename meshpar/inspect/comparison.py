@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Return the comparison as tables of plain cells."""
+        """Return the comparison as titled tables, which `render` prints."""
         rows = tuple(
             (
                 Cell(row.what),

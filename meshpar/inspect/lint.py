@@ -143,7 +143,7 @@ class _Context:
 
     @functools.cached_property
     def param_dims(self) -> frozenset[tuple[int, ...]]:
-        """Shapes of parameters, gradients and optimizer state, full and sharded, with and without layers, sorted."""
+        """Sorted dims of parameters, gradients and optimizer state: full and sharded, stacked and per layer."""
         dims: set[tuple[int, ...]] = set()
         for decision in (*self.setup.table.params, *self.setup.table.grads, *self.setup.table.optimizer):
             shards = [num_shards((entry,), self.sizes) for entry in decision.spec]
@@ -324,7 +324,7 @@ _MOVES: Mapping[str, slice] = {
     "dynamic-update-slice": slice(2),
     "select": slice(1, 3),
 }
-"""Operations that only move data, and their data operands."""
+"""Opcode of an operation that only moves data -> the operands that contain this data."""
 _NEUTRAL = frozenset({"constant", "iota", "partition-id", "replica-id"})
 
 

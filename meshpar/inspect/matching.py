@@ -60,7 +60,7 @@ class MatchEntry(Plain):
     dtype: str = ""
     """Expected dtype of the payload."""
     actual_dtypes: tuple[str, ...] = ()
-    """Other dtypes in which large arrays are sent."""
+    """Dtypes of large compiled arrays that differ from `dtype`."""
     lowered_as: str = ""
     """Kind of the compiled collective, if it differs from `kind`."""
 
@@ -91,9 +91,9 @@ class MatchResult(Plain):
     """The collectives of a program, grouped by the result of the comparison."""
 
     matched: tuple[MatchEntry, ...]
-    """Expected and compiled."""
+    """Expected collectives that are in the compiled program."""
     missing: tuple[MatchEntry, ...]
-    """Expected, but not in the compiled program."""
+    """Expected collectives that are not in the compiled program."""
     unexpected: tuple[Unexpected, ...]
     kernels: tuple[MatchEntry, ...] = ()
     """Collectives of `shard_map` kernels that are also in the traced step."""

@@ -99,7 +99,7 @@ class Memory(Plain):
     other_bytes: int
     """Other model state, the PRNG key and the counters."""
     state_bytes: int
-    """Sum of the three above."""
+    """Sum of parameters, optimizer state and other state."""
     batch_bytes: int
     gradients_bytes: int
     """Gradients with the strategy's sharding, in the dtype of their reduction. They are temporaries and at most

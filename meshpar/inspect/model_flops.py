@@ -150,7 +150,7 @@ _PRODUCTS: Mapping[str, Callable[[Any], int]] = {
     kernels.GRADIENTS: _grouped_flops,
 }
 _RULES = ("custom_vjp_call", "remat_opt")
-"""Names of the primitives that call a function with a custom gradient: before, and after differentiation."""
+"""Primitives that call a function with a custom gradient, before and after differentiation."""
 _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})
 
 

@@ -182,7 +182,7 @@ def _without_repeats(texts: Iterable[str]) -> Iterator[str]:
 
 
 def sections(report: AnyReport) -> tuple[Section, ...]:
-    """Return the report as titled tables of plain cells."""
+    """Return the report as titled tables, without styles of a particular output."""
     of_step = (_matching(report), _stages(report)) if isinstance(report, Report) else ()
     others = (_collectives(report), _overlap(report), _compute(report), _lint(report), _notes(report))
     return tuple(section for section in (_memory(report), *of_step, *others) if section is not None)

@@ -106,7 +106,7 @@ class Report(_ProgramReport):
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
     unit: ClassVar[str] = "step"
-    """Unit of the counts and times."""
+    """Counts and times are per step."""
 
     @property
     def is_as_expected(self) -> bool:
@@ -159,7 +159,7 @@ class FunctionReport(_ProgramReport):
     name: str
     memory: FunctionMemory
     unit: ClassVar[str] = "call"
-    """Unit of the counts and times."""
+    """Counts and times are per call of the function."""
 
     def __repr__(self) -> str:
         return f"<FunctionReport: {self.name} on {self.devices} devices, {self.target}>"
