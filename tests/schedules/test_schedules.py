@@ -81,26 +81,26 @@ STATED = {
     "gpipe": (["(p−1)(F+B+W)"], lambda p, m, f, b, w: (p - 1) * (f + b + w)),
     "1f1b": (["(p−1)(F+B+W)"], lambda p, m, f, b, w: (p - 1) * (f + b + w)),
     "interleaved-1f1b": (
-        ["(p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p"],
+        ["(p−1)(F+B+W)/v", "If m < p, it is longer by (p−m)(v−1)(F+B+W)/v"],
         lambda p, m, f, b, w: (p - 1 + max(0, p - m)) * (f + b + w) / 2,
     ),
     "eager-1f1b": (["(p−1)(F+B+W)/v, for any op durations"], lambda p, m, f, b, w: (p - 1) * (f + b + w)),
     "zb-h1": (
-        ["(p−1)(F+B−W) where W ≤ F, and (p−m)W more where m < p"],
+        ["(p−1)(F+B−W) if W ≤ F", "If m < p, it is longer by (p−m)W"],
         lambda p, m, f, b, w: (p - 1) * (f + b - w) + max(0, p - m) * w if w <= f else None,
     ),
     "zb-h2": (
-        ["(p−1)(F+B−2W)", "where W ≤ F, W ≤ B and m ≥ 2p−1", "(2p−1−k)W more"],
+        ["(p−1)(F+B−2W)", "for W ≤ F, W ≤ B and m ≥ 2p−1", "longer by (2p−1−k)W"],
         lambda p, m, f, b, w: (p - 1) * (f + b - 2 * w) + max(0, 2 * p - 1 - m) * w if w <= min(f, b) else None,
     ),
     "zb-v": (
-        ["0 where m ≥ 2p−1, (2p−1−m)·F/2 with fewer microbatches and (4p−1−4m)·F/2 with fewer than 2p/3"],
+        ["0 if m ≥ 2p−1, (2p−1−m)·F/2 with fewer microbatches, and (4p−1−4m)·F/2 with fewer than 2p/3"],
         lambda p, m, f, b, w: (
             (max(0, 2 * p - 1 - m) if 3 * m >= 2 * p else 4 * p - 1 - 4 * m) * f / 2 if f == b == w else None
         ),
     ),
     "dualpipe": (
-        ["(p/2−1)(F&B + B − 3W)", "for even m ≥ 2p", "F + B more for odd m ≥ 2p"],
+        ["(p/2−1)(F&B + B − 3W)", "for even m ≥ 2p", "longer by F + B for odd m ≥ 2p"],
         lambda p, m, f, b, w: (
             (p / 2 - 1) * (f + 2 * (b + w) - 3 * w) + (m % 2) * (f + b + w) if f == b >= w and m >= 2 * p else None
         ),
