@@ -34,6 +34,23 @@ HOPPER = 9
 """Major compute capability of Hopper GPUs."""
 
 
+def swiglu(gate: Array, up: Array) -> Array:
+    """Return `silu(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    return jax.nn.silu(gate) * up
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """Return `(up + 1) * gate * sigmoid(1.702 gate)` with gate at most 7 and up from -7 to 7 (GPT-OSS, OpenAI 2025)."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
+"""Functions of the products with gate and up, by name."""
+Biases: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Biases of gate and up, `[G, f]`, and of down, `[G, e]`."""
+
+
 def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> KernelChoice:
     """Return the implementation that `implementation="auto"` uses for rows of a dtype.
 
@@ -121,10 +138,14 @@ class _Options(NamedTuple):
     """Value of `Precision.matmul`."""
     block: int | None
     typical_rows: int | None
+    activation: str
 
     @staticmethod
-    def of(rows: jax.Array, implementation: str, block: int | None, typical_rows: int | None) -> _Options:
+    def of(
+        rows: jax.Array, implementation: str, block: int | None, typical_rows: int | None, activation: str = "swiglu"
+    ) -> _Options:
         check_choice(KERNEL, "the implementation of the matmul", IMPLEMENTATIONS, implementation=implementation)
+        check_choice(SWIGLU, "the function of the products with gate and up", [*ACTIVATIONS], activation=activation)
         numbers = {"block": block, "typical_rows": typical_rows}
         check_positive_int(KERNEL, "a number of rows", **{k: v for k, v in numbers.items() if v is not None})
         if implementation == "tokamax":
@@ -137,7 +158,7 @@ class _Options(NamedTuple):
             implementation = "blocked"
         elif implementation == "auto":
             implementation = choose_grouped_matmul(dtype=rows.dtype).implementation
-        return _Options(implementation, fp8_recipe, block, typical_rows)
+        return _Options(implementation, fp8_recipe, block, typical_rows, activation)
 
 
 def _multiply(rows: jax.Array, weights: jax.Array, sizes: Any, options: _Options) -> jax.Array:
@@ -162,6 +183,8 @@ def grouped_swiglu(
     down: Float[Array, "G f e"],
     group_sizes: Int[Array | np.ndarray, " G"],
     *,
+    biases: Biases | None = None,
+    activation: str = "swiglu",
     implementation: str = "auto",
     block: int | None = None,
     typical_rows: int | None = None,
@@ -178,6 +201,8 @@ def grouped_swiglu(
     Args:
       rows: sorted by group.
       gate, up, down: a matrix per group, in the dtype of the rows, or a low-rank pair (`Adapted`).
+      biases: biases of gate, up and down, added to the products of the rows of a group.
+      activation: "swiglu", or "clamped_swiglu" for `clamped_swiglu` instead of `silu(gate) * up`.
       group_sizes: as in `grouped_matmul`, like the other arguments.
 
     Raises:
@@ -189,12 +214,15 @@ def grouped_swiglu(
         _check_operands(operand, weight, group_sizes)
     case = gate.shape != up.shape, "their products are multiplied elementwise", "use the same shape for both"
     check_cases(SWIGLU, f"use gate {gate.shape} with up {up.shape}", "wrong-shape", case)
-    options = _Options.of(rows, implementation, block, typical_rows)
+    options = _Options.of(rows, implementation, block, typical_rows, activation)
+    shapes = [up.shape[:3:2]] * 2 + [down.shape[:3:2]]
+    case = biases is not None and [x.shape for x in biases] != shapes, f"they must be {shapes}", "pass such arrays"
+    check_cases(SWIGLU, f"use biases {[x.shape for x in biases or ()]}", "wrong-shape", case)
     is_even = _is_even(group_sizes, num_rows) and options.fp8_recipe is None
     is_adapted = any(isinstance(weight, Adapted) for weight in (gate, up, down))
     if options.implementation == "tokamax" or num_rows == 0 or is_even or is_adapted:
 
-        def matmul(rows: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
+        def product(rows: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
             if not isinstance(weight, Adapted):
                 return _multiply(rows, weight, group_sizes, options)
             full, unquantized = _multiply(rows, weight.weight, group_sizes, options), options._replace(fp8_recipe=None)
@@ -202,12 +230,16 @@ def grouped_swiglu(
             low_rank = _multiply(low_rank, weight.b, group_sizes, unquantized)
             return full + (weight.scale * low_rank).astype(rows.dtype)
 
-        return matmul(_activation(matmul(rows, gate), matmul(rows, up)), down)
+        def linear(rows: jax.Array, weight: jax.Array | Adapted, index: int) -> jax.Array:
+            y = product(rows, weight)
+            return y if biases is None else y + _bias_of_rows(biases[index], group_sizes, y)
+
+        return linear(ACTIVATIONS[activation](linear(rows, gate, 0), linear(rows, up, 1)), down, 2)
     with jax.named_scope(SWIGLU):
-        sizes = jnp.asarray(group_sizes, jnp.int32)
-        rows, gate, up, down, sizes = varying_alike((), rows, gate, up, down, sizes)
+        weights, tree = jax.tree.flatten(tuple(zip((gate, up, down), biases or [None] * 3, strict=True)))
+        rows, sizes, *weights = varying_alike((), rows, jnp.asarray(group_sizes, jnp.int32), *weights)
         plan = _Plan.of(num_rows, gate.shape[0], options)
-        return _blocked_swiglu(plan, rows, (gate, up, down), sizes)
+        return _blocked_swiglu(plan, rows, jax.tree.unflatten(tree, weights), sizes)
 
 
 def _is_even(group_sizes: Any, num_rows: int) -> bool:
@@ -215,8 +247,11 @@ def _is_even(group_sizes: Any, num_rows: int) -> bool:
     return isinstance(group_sizes, np.ndarray) and bool((group_sizes * len(group_sizes) == num_rows).all())
 
 
-def _activation(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+def _bias_of_rows(bias: jax.Array, sizes: Any, like: jax.Array) -> jax.Array:
+    """Return the bias of each row's group, in the dtype of `like`, and 0 for unassigned rows."""
+    groups = jnp.searchsorted(jnp.cumsum(jnp.asarray(sizes, jnp.int32)), jnp.arange(len(like)), side="right")
+    wide = bias.astype(_sum_dtype(bias))  # the gradient is the sum over the rows of a group
+    return wide.at[groups].get(mode="fill", fill_value=0).astype(like.dtype)
 
 
 def has_tokamax() -> bool:
@@ -258,7 +293,7 @@ def _sum_dtype(x: jax.Array) -> Any:
 
 
 _Weights: TypeAlias = tuple[jax.Array | Scaled, ...]
-"""[G, d, f] each; gate, up and down for SwiGLU."""
+"""[G, d, f] each."""
 
 
 class _Plan(NamedTuple):
@@ -270,6 +305,7 @@ class _Plan(NamedTuple):
     static_blocks: int
     """Blocks in the loop of static length, whose activations are saved for the backward pass. If 0, all are saved."""
     fp8_recipe: str | None
+    activation: str
 
     @staticmethod
     def of(num_rows: int, num_groups: int, options: _Options) -> _Plan:
@@ -277,7 +313,7 @@ class _Plan(NamedTuple):
         size = min(options.block or cost.grouped_block(typical, num_groups), num_rows)
         max_blocks, typical_blocks = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
         static_blocks = 0 if options.typical_rows is None else min(typical_blocks, max_blocks)
-        return _Plan(size, max_blocks, static_blocks, options.fp8_recipe)
+        return _Plan(size, max_blocks, static_blocks, options.fp8_recipe, options.activation)
 
     def quantize(self, *weights: jax.Array) -> _Weights:
         """Return the weights in the number format of the matmuls."""
@@ -369,7 +405,7 @@ def _dot(x: jax.Array, y: jax.Array | Scaled, contracted: tuple[int, int]) -> ja
     return product * (rows.scale * y.scale)
 
 
-def _weights_of(weights: _Weights, block: _Block) -> Any:
+def _weights_of(weights: Any, block: _Block) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, block.group, keepdims=False), weights)
 
 
@@ -415,26 +451,43 @@ _blocked.defvjp(lambda *args: (_blocked(*args), args[1:]), _blocked_backward)
 # ---- Blocked SwiGLU --------------------------------------------------------------------------------------------------
 
 
-def _hidden(x: jax.Array, gate: jax.Array | Scaled, up: jax.Array | Scaled) -> tuple[jax.Array, jax.Array]:
-    return _dot(x, gate, (1, 0)).astype(x.dtype), _dot(x, up, (1, 0)).astype(x.dtype)
+_Linear: TypeAlias = tuple[Any, jax.Array | None]
+"""Matrix and optional bias."""
 
 
-def _swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array, *, saves: bool) -> tuple[jax.Array, ...]:
+def _linear(x: jax.Array, weight: _Linear) -> jax.Array:
+    product = _dot(x, weight[0], (1, 0))
+    return product if weight[1] is None else product + weight[1]
+
+
+def _hidden(x: jax.Array, gate: _Linear, up: _Linear) -> tuple[jax.Array, jax.Array]:
+    return _linear(x, gate).astype(x.dtype), _linear(x, up).astype(x.dtype)
+
+
+def _quantized(plan: _Plan, weights: tuple[_Linear, ...]) -> tuple[_Linear, ...]:
+    matrices, biases = zip(*weights, strict=True)
+    return tuple(zip(plan.quantize(*matrices), biases, strict=True))
+
+
+def _swiglu(
+    plan: _Plan, rows: jax.Array, weights: tuple[_Linear, ...], sizes: jax.Array, *, saves: bool
+) -> tuple[jax.Array, ...]:
     """Return the output and, if `saves`, the products with gate and up of the saved blocks."""
-    quantized = plan.quantize(*weights)
+    quantized, activation = _quantized(plan, weights), ACTIVATIONS[plan.activation]
 
     def step(block: _Block, carry: tuple[jax.Array, ...], *, saves: bool) -> tuple[jax.Array, ...]:
         gate, up, down = _weights_of(quantized, block)
         hidden = _hidden(_read(rows, block), gate, up)
         saved = (_write(x, block, y) if saves else x for x, y in zip(carry[1:], hidden, strict=False))
-        return _write(carry[0], block, _dot(_activation(*hidden), down, (1, 0))), *saved
+        return _write(carry[0], block, _linear(activation(*hidden), down)), *saved
 
-    out = _late_zeros((rows.shape[0], weights[2].shape[2]), rows, sizes)
+    (gate, _), _, (down, _) = weights
+    out = _late_zeros((rows.shape[0], down.shape[2]), rows, sizes)
     saving_step, plain_step = (functools.partial(step, saves=saves) for saves in (True, False))
     if not saves:
         return _loop(plan, sizes, rows.shape[0], plain_step, (out,))
     num_saved = (plan.static_blocks or plan.max_blocks) * plan.block
-    shape = (min(num_saved, rows.shape[0]), weights[0].shape[2])
+    shape = (min(num_saved, rows.shape[0]), gate.shape[2])
     init = (out, *(_late_zeros(shape, rows, sizes) for _ in range(2)))
     return _loop(plan, sizes, rows.shape[0], saving_step, init, unsaved_step=plain_step)
 
@@ -453,29 +506,32 @@ def _blocked_swiglu_forward(plan: _Plan, rows: jax.Array, weights: Any, sizes: j
 
 def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes, saved_hidden = saved
-    quantized = plan.quantize(*weights)
+    quantized, flat = _quantized(plan, weights), jax.tree.leaves(weights)
+
+    def gradients(x: jax.Array, dy: jax.Array, weight: _Linear) -> _Linear:
+        return _dot(x, dy, (0, 0)), None if weight[1] is None else jnp.sum(dy, 0, dtype=_sum_dtype(dy))
 
     def step(block: _Block, carry: Any, *, is_saved: bool) -> Any:
-        d_rows, totals, grads = carry[0], carry[1:4], carry[4:]
+        d_rows, totals, grads = carry[0], carry[1 : len(flat) + 1], carry[len(flat) + 1 :]
         (gate, up, down), x, dy = _weights_of(quantized, block), _read(rows, block), _read(grad, block)
         hidden = tuple(_read(h, block) for h in saved_hidden) if is_saved else _hidden(x, gate, up)
-        active, pull = jax.vjp(_activation, *hidden)
-        d_gate, d_up = pull(_dot(dy, down, (1, 1)).astype(active.dtype))
-        d_rows = _write(d_rows, block, _dot(d_gate, gate, (1, 1)) + _dot(d_up, up, (1, 1)))
-        terms = _dot(x, d_gate, (0, 0)), _dot(x, d_up, (0, 0)), _dot(active, dy, (0, 0))
+        active, pull = jax.vjp(ACTIVATIONS[plan.activation], *hidden)
+        d_gate, d_up = pull(_dot(dy, down[0], (1, 1)).astype(active.dtype))
+        d_rows = _write(d_rows, block, _dot(d_gate, gate[0], (1, 1)) + _dot(d_up, up[0], (1, 1)))
+        terms = jax.tree.leaves((gradients(x, d_gate, gate), gradients(x, d_up, up), gradients(active, dy, down)))
         pairs = [_accumulate(total, out, block, term) for total, out, term in zip(totals, grads, terms, strict=True)]
         return d_rows, *(total for total, _ in pairs), *(out for _, out in pairs)
 
     with jax.named_scope(SWIGLU):
         init = (
             _late_zeros(rows.shape, rows, sizes),
-            *(jnp.zeros(weight.shape[1:], _sum_dtype(rows)) for weight in weights),
-            *(jnp.zeros(weight.shape, rows.dtype) for weight in weights),
+            *(jnp.zeros(weight.shape[1:], _sum_dtype(rows)) for weight in flat),
+            *(jnp.zeros(weight.shape, rows.dtype) for weight in flat),
         )
         init = tuple(varying_alike((), *init, rows)[:-1])
         saved_step, unsaved_step = (functools.partial(step, is_saved=is_saved) for is_saved in (True, False))
         d_rows, *sums = _loop(plan, sizes, rows.shape[0], saved_step, init, unsaved_step=unsaved_step)
-        return d_rows, tuple(sums[3:]), None
+        return d_rows, jax.tree.unflatten(jax.tree.structure(weights), sums[len(flat) :]), None
 
 
 _blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)

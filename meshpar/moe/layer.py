@@ -45,7 +45,7 @@ from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, spec_axes
 
 Experts: TypeAlias = Sequence[Any]
-"""Gate, up and down of the local experts: arrays, or `Adapted`."""
+"""Gate, up and down of the local experts, arrays or `Adapted`, and their biases if the config has them."""
 
 
 class Weights(NamedTuple):
@@ -55,6 +55,16 @@ class Weights(NamedTuple):
     gate: Float[Array, "E d f"]
     up: Float[Array, "E d f"]
     down: Float[Array, "E f d"]
+    gate_bias: Float[Array, "E f"] | None = None
+    up_bias: Float[Array, "E f"] | None = None
+    down_bias: Float[Array, "E d"] | None = None
+    router_bias: Float[Array, " E"] | None = None
+    """All biases are None unless `MoEConfig.has_biases`."""
+
+    @property
+    def experts(self) -> tuple[Any, ...]:
+        """Return the weights of the experts."""
+        return self[1:4] if self.gate_bias is None else self[1:7]
 
 
 class RouterStats(NamedTuple):
@@ -178,7 +188,8 @@ def moe_layer(
         if not axes.manual:
             return kernel(x, weights, bias)
         replicated = PartitionSpec()
-        weight_specs = Weights(replicated, *_map_weights(_weight_spec, weights[1:], axes.weights))  # type: ignore[arg-type]
+        expert_specs = _map_weights(_weight_spec, weights.experts, axes.weights)
+        weight_specs = Weights(replicated, *expert_specs)._replace(router_bias=replicated)  # type: ignore[arg-type]
         in_specs = (axes.token_spec, weight_specs, replicated)
         out_specs = (axes.output_spec, RouterStats(*[replicated] * 4))  # type: ignore[arg-type]
         saving = jax.checkpoint(kernel, policy=_is_saved, prevent_cse=False)
@@ -193,7 +204,7 @@ def _weight_spec(weight: Any, axes: _WeightAxes) -> Any:
 
 
 def _map_weights(function: Callable[..., Any], experts: Sequence[Any], *trees: Sequence[Any]) -> list[Any]:
-    """Apply a function to gate, up and down and to their low-rank pairs."""
+    """Apply a function to the weights of the experts and to their low-rank pairs."""
     return jax.tree.map(function, list(experts), *map(list, trees), is_leaf=lambda x: isinstance(x, Ahead))
 
 
@@ -217,7 +228,8 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
             return kernel(tokens.astype(x.dtype), weights, bias)
 
         run = per_device(local, in_specs, out_specs, check_vma=False)
-        weights = weights._replace(router=widened(weights.router))
+        router_bias = None if weights.router_bias is None else widened(weights.router_bias)
+        weights = weights._replace(router=widened(weights.router), router_bias=router_bias)
         for name, weight in weights._asdict().items():
             if isinstance(weight, Adapted):
                 a, b = jax.tree.map(widened, (weight.a, weight.b))
@@ -265,7 +277,7 @@ class _LayerAxes(NamedTuple):
     """True if the rules shard experts over two axes, of which only `experts[0]` is larger than 1."""
     hidden: tuple[str, ...] = ()
     weights: tuple[Any, ...] = ()
-    """`_WeightAxes` of gate, up and down, and of their low-rank pairs."""
+    """`_WeightAxes` of the weights of the experts, and of their low-rank pairs."""
     scattered: tuple[str, ...] = ()
     """Axes in `hidden` that shard the sequence of the output."""
     token_spec: PartitionSpec = PartitionSpec()
@@ -309,7 +321,7 @@ class _LayerAxes(NamedTuple):
             dims = []
             # A dim keeps additional axes if they shard tokens: the gradient has to be summed over these anyway. XLA
             # reshards dims with other layouts.
-            for stored, used_axes in zip(dims_of(param_spec(like, *names)), used, strict=True):
+            for stored, used_axes in zip(dims_of(param_spec(like, *names)), used, strict=False):  # a bias has two dims
                 is_prefix, more = stored[: len(used_axes)] == used_axes, stored[len(used_axes) :]
                 dims.append(stored if is_prefix and set(more) <= set(token_axes) - in_matmul else used_axes)
             return _WeightAxes(tuple(dims), used)
@@ -326,6 +338,12 @@ class _LayerAxes(NamedTuple):
                 weight_axes(weights.gate, ("expert", "embed", "mlp"), inward),
                 weight_axes(weights.up, ("expert", "embed", "mlp"), inward),
                 weight_axes(weights.down, ("expert", "mlp", "embed"), outward),
+                *(
+                    weight_axes(bias, ("expert", name), (manual_experts, used))
+                    for name, used, bias in zip(
+                        ("mlp", "mlp", None), (hidden, hidden, ()), weights.experts[3:], strict=False
+                    )
+                ),
             ),
             scattered=scattered,
             token_spec=PartitionSpec(batch or None, seq or None),
@@ -390,10 +408,15 @@ def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, 
     if not num_local or num_experts % num_local or (is_single and num_local != num_experts):
         num_local = num_experts  # not a valid shard
     inward, routers = {(num_local, d, f)}, {(d, num_experts), (d, num_local)}
-    for name, shapes in (("gate", inward), ("up", inward), ("down", {(num_local, f, d)}), ("router", routers)):
+    expected: dict[str, set[Any]] = {"gate": inward, "up": inward, "down": {(num_local, f, d)}, "router": routers}
+    # A bias has the dims of its matrix without the dim that the matmul contracts.
+    biases = {f"{name}_bias": {(*shape[:-2], shape[-1]) for shape in shapes} for name, shapes in expected.items()}
+    expected |= biases if config.has_biases else {name: {None} for name in biases}
+    for name, shapes in expected.items():
+        shape = getattr(getattr(weights, name), "shape", None)
         reason = f"{num_experts} experts with token size {d} and hidden size {f} need {shapes}"
-        case = getattr(weights, name).shape not in shapes, reason, "create the weights for this config"
-        check_cases(where, f"use `{name}` of shape {getattr(weights, name).shape}", "wrong-shape", case)
+        case = shape not in shapes, reason, "create the weights for this config"
+        check_cases(where, f"use `{name}` of shape {shape}", "wrong-shape", case)
     reason = f"the layer is trained with a balancing bias (bias_rate={config.bias_rate})"
     case = config.is_biased and bias is None, reason, "pass `bias`, or use bias_rate=0"
     check_cases(where, "route tokens without `bias`", "conflict", case)
@@ -409,14 +432,21 @@ def _per_device(
 
     The plain reference is `meshpar.moe.reference.moe`.
     """
-    routing, tokens, router = config.routing, x.reshape(-1, x.shape[-1]), weights.router
+    routing, tokens = config.routing, x.reshape(-1, x.shape[-1])
+    router, router_bias = weights.router, weights.router_bias
     if router.shape[1] != routing.num_experts:  # sharded like the experts
         router = lax.all_gather(router, axes.experts, axis=1, tiled=True)
+        if router_bias is not None:
+            router_bias = lax.all_gather(router_bias, axes.experts, axis=0, tiled=True)
     # In float32: rounding would change the assignment, and the sum of the router's gradients.
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     with jax.named_scope("router"):
         logits = jnp.matmul(tokens.astype(dtype), router.astype(dtype), precision=lax.Precision.HIGHEST)
+        logits = logits if router_bias is None else logits + router_bias.astype(dtype)
         routed = route(logits, routing, bias=bias)
+    if config.gates_inputs:
+        tokens = tokens * routed.weights.astype(tokens.dtype)
+        routed = routed._replace(weights=jnp.ones_like(routed.weights))
     tokens, experts = _gather_weights(tokens, weights, axes)
     if not drops:
         config = dataclasses.replace(config, bound_factor=None, chunks=math.gcd(config.chunks, len(tokens)))
@@ -436,9 +466,11 @@ def _per_device(
 
 def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[jax.Array, Experts]:
     """Return tokens and the local experts' weights in a common dtype. Gradients of the shards are summed in float32."""
-    experts = weights[1:]
-    dtype = jnp.result_type(x, *(weight.dtype for weight in experts))
+    dtype = jnp.result_type(x, *(weight.dtype for weight in weights.experts))
     grad_dtype = jnp.promote_types(dtype, jnp.float32)
+    if weights.down_bias is not None and axes.hidden:  # the outputs of all shards of the hidden dim are summed
+        is_first = lax.axis_index(axes.hidden) == 0
+        weights = weights._replace(down_bias=jnp.where(is_first, weights.down_bias.astype(grad_dtype), 0))
 
     def gathered(weight: jax.Array | Ahead, weight_axes: _WeightAxes | None = None) -> jax.Array:
         dims: reduction.Dims = ()
@@ -451,12 +483,15 @@ def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[j
             return reduction.use_gathered(dims, dtype, shard, weight.whole)
         return reduction.gather_weight(dims, dtype, shard)
 
-    return x.astype(dtype), _map_weights(gathered, experts, *([axes.weights] if axes.weights else []))
+    return x.astype(dtype), _map_weights(gathered, weights.experts, *([axes.weights] if axes.weights else []))
 
 
-def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, typical_rows: int | None) -> jax.Array:
-    gate, up, down = experts
-    return grouped_swiglu(_for_hidden_shards(rows, experts), gate, up, down, sizes, typical_rows=typical_rows)
+def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, activation: str, typical_rows: int | None) -> jax.Array:
+    (gate, up, down), biases = experts[:3], tuple(experts[3:]) or None
+    return grouped_swiglu(
+        _for_hidden_shards(rows, experts), gate, up, down, sizes, biases=biases, activation=activation,  # type: ignore[arg-type]
+        typical_rows=typical_rows,
+    )  # fmt: skip
 
 
 def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
@@ -486,7 +521,7 @@ def _dispatch(
             )
     elif implementation == NODE_FIRST:
         nodes_per_token = config.routing.nodes_visited(lax.axis_size(axes.experts[0]))
-    expert_fn = functools.partial(_swiglu, experts=experts, typical_rows=typical_rows)
+    expert_fn = functools.partial(_swiglu, experts=experts, activation=config.activation, typical_rows=typical_rows)
     return dispatch(
         tokens, routed.experts, routed.weights, expert_fn, axis=axes.experts, num_experts=config.routing.num_experts,
         capacity=slots, implementation=implementation, bound_factor=config.bound_factor, payload=config.payload,
@@ -514,7 +549,8 @@ def _compute_local(
         typical_rows = None
         dropped = jnp.sum(jnp.maximum(counts - slots, 0), dtype=jnp.int32)
     with jax.named_scope("experts"):
-        outputs = _swiglu(expand(tokens, order), sizes, experts=experts, typical_rows=typical_rows)
+        rows = expand(tokens, order)
+        outputs = _swiglu(rows, sizes, experts=experts, activation=config.activation, typical_rows=typical_rows)
     return weighted_sum(outputs, weights, order), Dispatched(counts, counts, dropped)
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from meshpar.moe.argument_checks import check_bound
 from meshpar.moe.dispatch_paths import Payload, check_payload
+from meshpar.moe.grouped import ACTIVATIONS
 from meshpar.moe.routing import Routing
 from meshpar.moe.transport_choice import IMPLEMENTATIONS, NODE_FIRST
-from meshpar.sharding.errors import check_cases, check_choice, check_int, check_number, check_positive_int
+from meshpar.sharding.errors import (
+    check_bool,
+    check_cases,
+    check_choice,
+    check_int,
+    check_number,
+    check_positive_int,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,14 @@ class MoEConfig:
     """Assignment of tokens to experts, with an optional capacity factor."""
     mlp_dim: int
     """Hidden size of an expert."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Function of the products with gate and up in all experts. "swiglu" is `silu(gate) * up`, and "clamped_swiglu" is
+    `meshpar.moe.grouped.clamped_swiglu` (GPT-OSS)."""
+    has_biases: bool = False
+    """Whether the router and the routed experts have biases (GPT-OSS)."""
+    gates_inputs: bool = False
+    """Whether the gate weight of a token scales the input of its expert instead of the output (Llama 4). With
+    `top_k=1` only."""
     shared_experts: int = 0
     """Number of experts for all tokens. They are computed as an MLP with hidden size shared_experts · mlp_dim."""
     auxiliary_weight: float = 0.0
@@ -57,6 +74,9 @@ class MoEConfig:
         check_positive_int(where, "the number of chunks", chunks=self.chunks)
         weights = {field: getattr(self, field) for field in ("auxiliary_weight", "z_weight", "bias_rate")}
         check_number(where, "0.001", positive=False, **weights)
+        check_choice(where, "the function of the products", [*ACTIVATIONS], activation=self.activation)
+        check_bool(where, "router and experts have biases", has_biases=self.has_biases)
+        check_bool(where, "gate weights scale the inputs", gates_inputs=self.gates_inputs)
         check_choice(where, "the way in which tokens are sent", IMPLEMENTATIONS, implementation=self.implementation)
         check_bound(where, self.bound_factor)
         check_payload(where, self.payload)
@@ -69,6 +89,8 @@ class MoEConfig:
             (by_experts and self.is_biased, each_the_same, "leave bias_rate out"),
             (by_experts and self.chunks > 1, each_the_same, "leave chunks out"),
             (has_capacity and self.bound_factor is not None, in_full, "leave bound_factor out"),
+            (self.gates_inputs and (by_experts or routing.top_k > 1),
+             "a token is sent once to each expert, with a single factor", "use top_k=1, or gates_inputs=False"),
             (has_capacity and needs_dropless, in_full, "leave implementation out"),
         )  # fmt: skip
 
@@ -91,7 +113,7 @@ class MoEConfig:
         return self.shared_experts * self.mlp_dim
 
     def num_params(self, embed_dim: int) -> int:
-        """Return the number of parameters of a layer: router, experts and shared experts, without the bias."""
+        """Return the number of parameters of a layer: router, experts, shared experts, without `bias`."""
         return self._params(embed_dim, self.routing.num_experts)
 
     def active_params(self, embed_dim: int) -> int:
@@ -99,4 +121,6 @@ class MoEConfig:
         return self._params(embed_dim, self.routing.top_k)
 
     def _params(self, embed_dim: int, num_routed: int) -> int:
-        return embed_dim * (self.routing.num_experts + 3 * self.mlp_dim * (num_routed + self.shared_experts))
+        matrices = embed_dim * (self.routing.num_experts + 3 * self.mlp_dim * (num_routed + self.shared_experts))
+        biases = self.routing.num_experts + num_routed * (2 * self.mlp_dim + embed_dim)
+        return matrices + self.has_biases * biases

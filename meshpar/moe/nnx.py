@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from meshpar.layers.precision import dot_general
 from meshpar.moe.balance import update_bias
+from meshpar.moe.grouped import ACTIVATIONS
 from meshpar.moe.layer import RouterStats, Weights, check_config, moe_layer
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.context import ambient, constrain
@@ -19,6 +20,10 @@ from meshpar.sharding.errors import check_cases, check_positive_int
 
 Initializer = nnx.initializers.Initializer
 SHARED = ("shared_gate", "shared_up", "shared_down")
+BIASES: dict[str, tuple[str | None, ...]] = {
+    "gate_bias": ("expert", "mlp"), "up_bias": ("expert", "mlp"), "down_bias": ("expert", None),
+    "router_bias": ("expert",),
+}  # fmt: skip
 
 
 class BalancingBias(nnx.Variable):
@@ -33,7 +38,8 @@ class MoE(nnx.Module):
     """MoE layer with SwiGLU experts, for any NNX model.
 
     Parameters, with logical names: `router [d, E]`, `gate` and `up [E, d, f]`, `down [E, f, d]`, and for shared experts
-    `shared_gate` and `shared_up [d, s]`, `shared_down [s, d]`. If `config.bias_rate` is set, the variables `bias` and
+    `shared_gate` and `shared_up [d, s]`, `shared_down [s, d]`; with `config.has_biases`, `router_bias [E]`,
+    `gate_bias` and `up_bias [E, f]`, `down_bias [E, d]`. If `config.bias_rate` is set, the variables `bias` and
     `load` [E] hold the balancing bias, and the training step calls `after_update` once per update.
 
     Args:
@@ -56,7 +62,7 @@ class MoE(nnx.Module):
       >>> report_layers(stats, config)  # adds the auxiliary loss and the load metrics to a training step
     """
 
-    adapted = (*Weights._fields[1:], *SHARED)
+    adapted = ("gate", "up", "down", *SHARED)
     """Weights that `mp.lora` can adapt."""
 
     def __init__(
@@ -79,17 +85,21 @@ class MoE(nnx.Module):
         self.config = config
         dtype = jnp.dtype(param_dtype)
         inward, outward, init = ("embed", "mlp"), ("mlp", "embed"), jax.nn.initializers.lecun_normal()
+        names: dict[str, tuple[str | None, ...]]
         names = {"router": ("embed", "expert"), "gate": ("expert", *inward), "up": ("expert", *inward)}
         names |= {"down": ("expert", *outward)}
         if config.shared_experts:
             names |= dict(zip(SHARED, (inward, inward, outward), strict=True))
+        if config.has_biases:
+            names |= BIASES
         # NNX would place annotated parameters on its own mesh. meshpar's rules place them when they are created.
         with nnx.use_eager_sharding(False):
             for name, dims in names.items():  # in the order of their PRNG keys
                 mlp_dim = config.shared_dim if name in SHARED else config.mlp_dim
-                sizes = {"embed": embed_dim, "expert": config.routing.num_experts, "mlp": mlp_dim}
+                sizes = {"embed": embed_dim, None: embed_dim, "expert": config.routing.num_experts, "mlp": mlp_dim}
                 init_fn = (down_init or init) if name.endswith("down") else init
-                init_fn = nnx.with_partitioning(_per_expert(init_fn) if dims[0] == "expert" else init_fn, dims)
+                init_fn = _per_expert(init_fn) if dims[0] == "expert" else init_fn
+                init_fn = nnx.with_partitioning(jax.nn.initializers.zeros if name in BIASES else init_fn, dims)
                 setattr(self, name, nnx.Param(init_fn(rngs.params(), tuple(sizes[dim] for dim in dims), dtype)))
             if config.is_biased:
                 self.bias = BalancingBias(jnp.zeros(config.routing.num_experts, jnp.promote_types(dtype, jnp.float32)))
@@ -107,12 +117,13 @@ class MoE(nnx.Module):
           `report_layers`, or add `stats.loss` to the loss.
         """
         config = self.config
-        weights = Weights(*(self.weight(name) for name in Weights._fields))
+        names = Weights._fields if config.has_biases else Weights._fields[:4]
+        weights = Weights(*(self.weight(name) for name in names))
         y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
             gate, up, down = SHARED
             with jax.named_scope("shared_experts"):
-                hidden = jax.nn.silu(self.product(x, gate)) * self.product(x, up)
+                hidden = ACTIVATIONS[config.activation](self.product(x, gate), self.product(x, up))
                 if ambient() is not None:
                     hidden = constrain(hidden, "batch", "seq", "act_mlp")
                 shared = self.product(hidden, down)

@@ -322,7 +322,8 @@ def _routed_bytes(placed: Placed, step: StepSpec, rows: int) -> int:
     # The buffers fit any routing. Expert activations need memory for the actual tokens only.
     routed = [(nbytes, held) for nbytes, held in _held(placed, "stages") if held.layers and held.is_routed]
     activations = rows * sum(nbytes / held.layers for nbytes, held in routed)
-    width = max(weight.leaf.shape[-2] for weight in placed.weights if weight.leaf.is_router)
+    routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
+    width = max(leaf.size_of("embed") for leaf in routers)
     buffers = dropless_bytes(
         width * work.compute_itemsize,
         tokens,

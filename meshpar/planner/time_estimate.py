@@ -319,8 +319,8 @@ def elements_per_expert(
 
 def routed_bytes(placed: Placed, capacity: Any) -> Any:
     """Return the bytes that the token buffers of all MoE layers move on a device."""
-    routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router]
-    width = sum(leaf.num_layers * leaf.shape[-2] for leaf in routers)
+    routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
+    width = sum(leaf.num_layers * leaf.size_of("embed") for leaf in routers)
     return STEP.routed_passes * capacity * width * placed.workload.compute_itemsize
 
 

@@ -189,8 +189,11 @@ def matrix_of(module: str) -> str:
 
 
 def scores_experts(names: Names) -> bool:
-    """Return whether the names describe an MoE router: a matrix, stacked or not, with `expert` as the last dim."""
-    return names[-1:] == ("expert",) and "embed" in names
+    """Return whether the names describe an MoE router: its matrix, stacked or not, has `expert` as the last dim.
+
+    Its bias has no dim other than `expert` and `layers`.
+    """
+    return names[-1:] == ("expert",) and ("embed" in names or {*names} <= {"expert", "layers"})
 
 
 def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:

@@ -32,6 +32,7 @@ NARROW = LatentAttention(q_rank=48, kv_rank=40, nope_dim=32, rope_dim=16, v_dim=
 MLA = {"latent": NARROW, "head_dim": 48}
 BUFFERS = {"capacity_factor": 1.25}
 FP8_CHUNKS = {"chunks": 2, "payload": Payload(dispatch="fp8"), "shared_experts": 1}
+GPT_OSS = {"has_biases": True, "activation": "clamped_swiglu"}
 TENSOR = (("fsdp", 2), ("expert", 2), ("tensor", 2))
 LEVELS = ("data", "expert")
 TWO_LEVELS = {
@@ -134,6 +135,10 @@ MORE = {
     "micro-steps": Case(step={"accumulate": 2}),
     "latent": Case(model=MLA),
     "experts choose": Case(routing={"choice": "expert", "normalize": False, "force": True}),
+    "biases": Case(moe=GPT_OSS),
+    "biases, tensor": Case(
+        axes=TENSOR, strategy=mp.fsdp() | mp.tensor_parallel(sequence=True) | mp.expert_parallel(), moe=GPT_OSS
+    ),
     "two levels": Case(**TWO_LEVELS, routing=BUFFERS),
     "two levels, dropless": Case(**TWO_LEVELS, moe={"implementation": "hierarchical"}),
     "tensor": Case(axes=TENSOR, strategy=mp.fsdp() | mp.tensor_parallel() | mp.expert_parallel()),

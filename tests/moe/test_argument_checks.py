@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -45,6 +46,9 @@ ROUTINGS = [
     ({**EXPERT_CHOICE, "normalize": False, "capacity_factor": 1.0}, "conflict"),
 ]
 CONFIGS = [
+    ({"activation": "gelu"}, "unknown-choice"),
+    ({"has_biases": 1}, "not-a-bool"),
+    ({"gates_inputs": True}, "conflict"),
     ({"routing": "top2"}, "wrong-type"),
     ({"mlp_dim": 0}, "not-an-int"),
     ({"shared_experts": -1}, "not-an-int"),
@@ -189,6 +193,8 @@ def test_errors_of_reports(options, where):
         (lambda x, w, c: (x, half_of_the_experts(w), c), "wrong-shape"),
         (lambda x, w, c: (x, w, c.routing), "wrong-type"),
         (lambda x, w, c: (x, w, BIASED), "conflict"),
+        (lambda x, w, c: (x, w, dataclasses.replace(c, has_biases=True)), "wrong-shape"),
+        (lambda x, w, c: (x, w._replace(down_bias=jnp.ones((8, 4))), c), "wrong-shape"),
     ],
 )
 def test_invalid_arguments_of_moe_layer(change, code):
@@ -202,7 +208,7 @@ def layer_arrays():
 
 
 def half_of_the_experts(weights):
-    return Weights(weights.router, *(weight[:4] for weight in weights[1:]))
+    return Weights(weights.router, *(weight[:4] for weight in weights.experts))
 
 
 def test_moe_layer_with_incompatible_rules():
@@ -287,6 +293,7 @@ def trace_dispatch(
 
 
 ROWS, WEIGHTS, SIZES, DOWN = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.ones(2, jnp.int32), jnp.ones((2, 4, 3))
+UP = WEIGHTS.swapaxes(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +308,8 @@ ROWS, WEIGHTS, SIZES, DOWN = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.ones(2, 
         (lambda: grouped_matmul(ROWS, WEIGHTS, SIZES, typical_rows=0), "not-an-int"),
         (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS[:, :, 1:], DOWN, SIZES), "wrong-shape"),
         (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS, DOWN, SIZES), "wrong-shape"),
+        (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS, UP, SIZES, biases=(SIZES,) * 3), "wrong-shape"),
+        (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS, UP, SIZES, activation="relu"), "unknown-choice"),
         (lambda: grouped_matmul(ROWS, WEIGHTS.astype("bfloat16"), SIZES), "wrong-dtype"),
         (lambda: grouped_matmul(ROWS, WEIGHTS, jnp.ones(2)), "wrong-dtype"),
         (lambda: grouped_matmul(ROWS, WEIGHTS, np.array([3, 2])), "out-of-range"),

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
 
 
 def config(**changes: Any) -> MoEConfig:
-    routing = Routing(num_experts=EXPERTS, top_k=2, **changes.pop("routing", {}))
+    routing = Routing(num_experts=EXPERTS, top_k=changes.pop("top_k", 2), **changes.pop("routing", {}))
     return MoEConfig(routing=routing, mlp_dim=HIDDEN, **{"auxiliary_weight": 0.1, "z_weight": 0.01, **changes})
 
 
@@ -65,19 +65,36 @@ def arrays() -> tuple[np.ndarray, Weights, np.ndarray, np.ndarray]:
     return draw(0, ROWS, SEQ, WIDTH), weights, 0.3 * draw(5, EXPERTS), draw(6, ROWS, SEQ, WIDTH)
 
 
+def arrays_of(cfg: MoEConfig) -> tuple[np.ndarray, Weights, np.ndarray, np.ndarray]:
+    """Return the arrays for a config. With biases, some products exceed the limits of the activation."""
+    x, weights, *others = arrays()
+    if cfg.has_biases:
+        shapes = (EXPERTS, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS, WIDTH), (EXPERTS,)
+        weights = Weights(*weights[:4], *(4 * draw(7 + i, *shape) for i, shape in enumerate(shapes)))
+    return x, weights, *others
+
+
 def swiglu(params, x):
-    gate, up, down = params
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    gate, up, down, *biases = params
+    gate_bias, up_bias, down_bias = biases or (0.0, 0.0, 0.0)
+    gate, up = x @ gate + gate_bias, x @ up + up_bias
+    if not biases:
+        return (jax.nn.silu(gate) * up) @ down
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)) @ down + down_bias
 
 
 def dense_loss(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
     """Return the loss and the routing of the dense reference, with the auxiliary losses."""
     flat = x.reshape(-1, WIDTH)
-    logits = flat @ weights.router
+    logits = flat @ weights.router + (0.0 if weights.router_bias is None else weights.router_bias)
     routed = moe.route(logits, cfg.routing, bias=bias)
     room = moe.capacity(len(flat) // token_ranks, cfg.routing) if cfg.routing.capacity_factor else None
+    gates, factors = routed.weights, 1.0
+    if cfg.gates_inputs:
+        gates, factors = jnp.ones_like(gates), gates
     y = moe.reference.moe(
-        flat, routed.experts, routed.weights, swiglu, tuple(weights[1:]), capacity=room, token_ranks=token_ranks
+        flat * factors, routed.experts, gates, swiglu, weights.experts, capacity=room, token_ranks=token_ranks
     )
     losses = moe.auxiliary_loss(routed.scores, routed.experts, alpha=cfg.auxiliary_weight)
     losses += moe.z_loss(logits, weight=cfg.z_weight)
@@ -116,7 +133,7 @@ def check(actual, expected, routed, *, atol=1e-12):
 
 @functools.cache
 def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False):
-    x, weights, bias, cotangent = arrays()
+    x, weights, bias, cotangent = arrays_of(cfg)
 
     def run(x, weights):
         return dense_loss(cfg, x, weights, bias if biased else None, cotangent, token_ranks=token_ranks)
@@ -134,6 +151,43 @@ def test_moe_layer_matches_reference_on_mesh(case):
         expected = reference(config())
         actual = on_mesh(config(), *CASES[case], x, weights, None, cotangent)
         check(actual, expected, expected[0][1])
+
+
+OTHERS = {
+    "gpt-oss": {"has_biases": True, "activation": "clamped_swiglu"},
+    "gpt-oss, with capacity": {
+        "has_biases": True, "activation": "clamped_swiglu", "routing": {"capacity_factor": 1.5},
+    },
+    "gpt-oss, in chunks": {"has_biases": True, "activation": "clamped_swiglu", "chunks": 2},
+    "llama4": {"gates_inputs": True, "routing": {"score": "sigmoid", "normalize": False}, "top_k": 1},
+}  # fmt: skip
+
+
+MESHES = ["fsdp x expert x tensor", "single", "fsdp x expert", "no expert axis", "replicated tokens", "all axes"]
+MESHES += ["expert x tensor", "sequence parallel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    cases(
+        ("gpt-oss", "fsdp x expert x tensor"),
+        ("llama4", "expert x tensor"),
+        grid=[(kind, case) for kind in OTHERS for case in MESHES[: 4 if "," in kind else None]],
+    ),
+)
+def test_biases_and_gated_inputs_match_reference(kind, case):
+    with jax.enable_x64(True):
+        cfg = config(**OTHERS[kind])
+        x, weights, _, cotangent = arrays_of(cfg)
+        axes, strategy = {"expert": 1}, EXPERT
+        if case == "replicated tokens":
+            axes, strategy = {"expert": 4, "tensor": 2}, EXPERT | mp.tensor_parallel() | mp.Rules(batch=None)
+        elif case != "single":
+            axes, strategy = CASES[case]
+        has_capacity, sharded = cfg.routing.capacity_factor, dict(axes) | {"tensor": 1}
+        token_ranks = math.prod(sharded.values()) if has_capacity and case != "replicated tokens" else 1
+        expected = reference(cfg, token_ranks)
+        check(on_mesh(cfg, axes, strategy, x, weights, None, cotangent), expected, expected[0][1])
 
 
 PAIR = mp.expert_parallel(axis=("data", "expert"))
@@ -242,12 +296,15 @@ def test_replicated_tokens_are_computed_locally():
 
 @pytest.mark.parametrize("sharded", cases(True, grid=[True, False]), ids=["sharded experts", "all experts"])
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_moe_layer_inside_a_shard_map_over_the_batch(sharded, tensor):
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(OTHERS["gpt-oss"], marks=pytest.mark.matrix)], ids=["", "gpt-oss"]
+)
+def test_moe_layer_inside_a_shard_map_over_the_batch(sharded, tensor, changes):
     """As in stages, and with reduce_gradients="once": each device differentiates its local part of the loss."""
     strategy = EXPERT | mp.tensor_parallel()
     with jax.enable_x64(True):
-        x, weights, _, cotangent = arrays()
-        mesh, cfg = mesh_of({"expert": 4, "tensor": tensor}), config()
+        mesh, cfg = mesh_of({"expert": 4, "tensor": tensor}), config(**changes)
+        x, weights, _, cotangent = arrays_of(cfg)
         expected = reference(cfg)
 
         def inside(x, weights, cotangent):
@@ -260,7 +317,8 @@ def test_moe_layer_inside_a_shard_map_over_the_batch(sharded, tensor):
             dw = dw if sharded else jax.lax.psum(dw, "expert")
             return (jax.lax.psum(loss, "expert"), stats), (dx, dw)
 
-        weight_specs = Weights(P(None, "expert"), *[P("expert")] * 3) if sharded else P()
+        num_others = len(weights) - 1 if cfg.has_biases else 3
+        weight_specs = Weights(P(None, "expert"), *[P("expert")] * num_others) if sharded else P()
         run = jax.shard_map(
             inside,
             mesh=mesh,
@@ -412,7 +470,9 @@ def test_shared_experts_are_added_for_all_tokens(modules):
 
     @jax.jit
     def summands(params, x):
-        routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
+        routed, _ = moe_layer(
+            x, Weights(*(params[name] for name in Weights._fields[:4])), BIASED, bias=jnp.zeros(EXPERTS)
+        )
         return routed, swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
 
     routed, shared = summands(params, x)

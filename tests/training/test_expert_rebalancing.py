@@ -405,11 +405,17 @@ def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None,
         {"bound_factor": 4.0},  # the largest useful bound: both experts of a token may be on the same of four ranks
         {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, capacity_factor=0.5)},
         {"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)},
+        {"has_biases": True, "activation": "clamped_swiglu"},
     ],
-    ids=["large bound", "capacity", "top 3"],
+    ids=["large bound", "capacity", "top 3", "biases"],
 )
 def test_logits_are_bitwise_equal_if_tokens_travel(config):
     state, logits, loads = decoder(**config)
+
+    def different_biases(path, x):  # they are zero initially
+        return x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) / 64 if "_bias" in str(path) else x
+
+    state = state.replace(params=jax.tree_util.tree_map_with_path(different_biases, state.params))
     done = mp.rebalance_experts(state, loads)
     assert all(placed.moved for placed in done.placements[""])
     np.testing.assert_array_equal(logits(done.state), logits(state))
