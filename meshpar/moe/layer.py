@@ -228,8 +228,9 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
             return kernel(tokens.astype(x.dtype), weights, bias)
 
         run = per_device(local, in_specs, out_specs, check_vma=False)
-        router_bias = None if weights.router_bias is None else widened(weights.router_bias)
-        weights = weights._replace(router=widened(weights.router), router_bias=router_bias)
+        weights = weights._replace(router=widened(weights.router))
+        if weights.router_bias is not None:
+            weights = weights._replace(router_bias=widened(weights.router_bias))
         for name, weight in weights._asdict().items():
             if isinstance(weight, Adapted):
                 a, b = jax.tree.map(widened, (weight.a, weight.b))
