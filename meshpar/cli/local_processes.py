@@ -121,11 +121,12 @@ def follow_parent() -> None:
     news = int(os.environ[NEWS])
 
     def follow() -> None:
-        from meshpar.loop import heartbeat as watchdog
-
         is_reported = False
         while os.getppid() == int(parent):
             if not is_reported and (text := os.pread(news, 100, 0)):
+                # Not at the start of the thread: the main thread sets the environment of jax before it imports jax.
+                from meshpar.loop import heartbeat as watchdog
+
                 is_reported = True
                 process, code = json.loads(text)
                 watch = watchdog.current()

@@ -270,7 +270,7 @@ def _hooks(
     def more_metrics(record: Record) -> dict[str, Any]:
         progress = {} if mixture is None else mixture.progress(record.step)
         mixed = {f"data/{name}/{key}": values[key] for name, values in progress.items() for key in ("share", "epochs")}
-        return {**expert_load.line(record), **goodput.line(record), **mixed}
+        return {**expert_load.line(record), **goodput.line(record), **mixed, **watchdog.slow_processes()}
 
     return [
         expert_load,

@@ -161,6 +161,8 @@ class Run:
         self._consecutive_skipped = 0
         self.iterator = iter(self.batches)
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
+        self.waited_s = 0.0
+        """Time in which this process has waited for its devices, or was in a phase other than "data"."""
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._read_at = self._began_at = time.perf_counter()
         self._lost_at = self.lost_s.copy()
@@ -182,8 +184,10 @@ class Run:
             # No time is lost to waiting for data while the devices are still computing earlier steps.
             last_loss: Any = self._in_flight[-1][1].get("loss") if self._in_flight else None
             is_idle = not self._in_flight or (hasattr(last_loss, "is_ready") and last_loss.is_ready())
+            seconds = time.perf_counter() - began
+            self.waited_s += seconds if phase != "data" else 0.0
             if phase != "data" or is_idle:
-                self.lost_s[phase] += time.perf_counter() - began
+                self.lost_s[phase] += seconds
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -203,7 +207,10 @@ class Run:
         """
         while len(self._in_flight) > leave:
             step, metrics = self._in_flight.popleft()
-            self._handle(self._record(step, *_to_host(metrics)))
+            began = time.perf_counter()
+            values = _to_host(metrics)
+            self.waited_s += time.perf_counter() - began
+            self._handle(self._record(step, *values))
 
     def result(self) -> FitResult:
         """Return the result, or raise `ValueError` if there were too few batches."""
@@ -236,7 +243,11 @@ class Run:
         is_first = self.step == self.first_step
         compiling = self.within("compile") if is_first else contextlib.nullcontext()
         with compiling, jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1):
+            # Devices may block the dispatch. The CPU time of this thread is the work of the host.
+            began, began_cpu = time.perf_counter(), time.thread_time()
             self.state, metrics = step(self.state, batch)
+            blocked_s = time.perf_counter() - began - (time.thread_time() - began_cpu)
+        self.waited_s += max(blocked_s, 0.0)
         self.step += 1
         if is_first and (names := metrics.keys() & {*_RESERVED} - {"loss"}):
             reason, fix = f"the loop reserves the names {', '.join(_RESERVED)}", "rename it in the loss function"
@@ -538,12 +549,18 @@ class _WatchdogHook(Hook):
 
     def __init__(self, watch: watchdog.Watchdog) -> None:
         self._watch = watch
+        self._previous: tuple[float, float] | None = None
 
     def on_start(self, run: Run) -> None:
         self._watch.phase = PHASES["compile"]
 
     def on_dispatched(self, run: Run) -> None:
         self._watch.step = run.step
+        now, waited_s = time.perf_counter(), run.waited_s
+        if self._previous is not None:
+            step_s = now - self._previous[0]
+            self._watch.pace.add(run.step, host_s=step_s - (waited_s - self._previous[1]), step_s=step_s)
+        self._previous = now, waited_s
 
     def on_record(self, run: Run, record: Record) -> None:
         if record.step > run.first_step + 1:  # the first step includes the compilation, here or on another process

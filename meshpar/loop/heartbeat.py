@@ -5,6 +5,8 @@
     guard thread  ends this process if process 0, which runs the coordination service, does not respond
     on SIGABRT    the service's client aborts this process if process 0 is gone; the handler reports that first
 
+Heartbeats contain the host time of each process per step, and process 0 names slow processes (see `pace`).
+
 A process is lost if its heartbeats stop because it died or a signal stopped it, or if it stays in a step for too long
 while other processes wait for it. Phases that may take longer are marked with `busy`.
 """
@@ -28,6 +30,7 @@ from typing import Any
 import jax
 
 from meshpar.loop.coordination import Pod
+from meshpar.loop.pace import WINDOW_STEPS, HostTimes, Pace, compare
 
 STALL_S = 40.0
 """Seconds without a heartbeat, or in a step that other processes have finished, until a process counts as lost."""
@@ -104,6 +107,20 @@ class Judge:
         subject = "all processes have" if len(slow) == len(live) else f"{self._name(slow[0])} has"
         return f"{subject} been in step {last_step + 1} for {since_s:.0f} s (the longest step took {slowest_s:.1f} s)"
 
+    def comparison(self) -> HostTimes | None:
+        """Return the comparison of all processes in their newest common window, or None before the first."""
+        beats = self._beats
+        return compare({n: beats[n]["windows"] for n in beats}) if len(beats) == self.num_processes else None
+
+    def slowness(self, number: int, comparison: HostTimes) -> str:
+        """Return a description of a slow process."""
+        first_step, took = comparison.last_step - WINDOW_STEPS + 1, f"{comparison.slow[number]:.3g} s"
+        return (
+            f"{self._name(number)} slows down all processes: in steps {first_step} to {comparison.last_step}, its host "
+            f"took {took} of the {comparison.step_s:.3g} s per step (median of all processes: "
+            f"{comparison.median_host_s:.3g} s). Check its data loading, hooks and CPU load"
+        )
+
     def _name(self, number: int) -> str:
         return f"process {number} of {self.num_processes} (on {self._beats[number]['host']})"
 
@@ -124,6 +141,10 @@ class Watchdog:
         """Number of steps that the main thread has dispatched, and the longest time of a step."""
         self.phase: str | None = "starting"
         """The current phase, such as "saving", which may take longer than a step; None during steps."""
+        self.pace = Pace()
+        """Times of the steps of this process."""
+        self.comparison: HostTimes | None = None
+        """On process 0, the newest comparison of all processes."""
         self._count, self._num_gone, self._code = 0, 0, EXIT_CODE
         self._failed: dict[str, Any] | None = None
         self._agreed: int | None = None
@@ -229,7 +250,7 @@ class Watchdog:
     def _beat(self) -> None:
         self._count += 1
         beat = {"count": self._count, "host": socket.gethostname(), "step": self.step, "busy": self.phase}
-        beat |= {"slowest_s": self.slowest_s, "failed": self._failed}
+        beat |= {"slowest_s": self.slowest_s, "failed": self._failed, "windows": self.pace.windows}
         self._pod.put(f"beat/{self._pod.process_id}", beat)
 
     def _run(self) -> None:
@@ -263,6 +284,10 @@ class Watchdog:
             self._code = self._judge.code
             self._pod.put("verdict/code", self._code)  # first, because the other processes end when they read the text
             self._pod.put("verdict/text", verdict)
+        elif (new := self._judge.comparison()) is not None and new != self.comparison:
+            previous, self.comparison = self.comparison, new
+            for number in sorted(new.slow.keys() - (previous.slow.keys() if previous else set())):
+                self.say(self._judge.slowness(number, new))
         return verdict
 
     def _guard(self) -> None:
@@ -377,6 +402,15 @@ def watch(pod: Pod | None, *, stall_s: float = STALL_S) -> Watchdog | None:
 def current() -> Watchdog | None:
     """Return the watchdog of this process, or None."""
     return _watchdog
+
+
+def slow_processes() -> dict[str, Any]:
+    """Return values for a line of metrics.jsonl: the host times of slow processes, or nothing if there are none."""
+    newest = None if _watchdog is None else _watchdog.comparison
+    if newest is None or not newest.slow:
+        return {}
+    slow = {str(number): round(seconds, 6) for number, seconds in newest.slow.items()}
+    return {"slow_processes": slow, "median_host_s": round(newest.median_host_s, 6)}
 
 
 def busy(phase: str) -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import textwrap
 from collections.abc import Callable
@@ -99,3 +100,56 @@ def test_a_run_resumes_with_other_processes_and_meshes(train: Train) -> None:
     assert more == whole[: len(more)]  # the same mesh: to the bit
     mesh = ("--set", "mesh=data=2,fsdp=4", "--set", "strategy=hsdp()")
     assert train(2, "--set", "steps=60", *mesh) == pytest.approx(whole, rel=1e-5)
+
+
+SLOW = textwrap.dedent("""
+    import dataclasses, os, time
+    import jax, numpy as np, optax
+    import jax.numpy as jnp
+    import meshpar as mp
+    from meshpar.data import ArrayData
+
+    SLEEPS = {"healthy": (0, ()), "slow": (0.1, range(1000)), "once": (5.0, (30,))}
+
+    class Data(ArrayData):
+        def open(self, **options):
+            source = super().open(**options)
+            read, (seconds, calls), count = source.train_rows.read, SLEEPS[os.environ["CASE"]], [0]
+
+            def delayed(indices):
+                count[0] += len(indices) > 0
+                time.sleep(seconds if jax.process_index() == 2 and len(indices) and count[0] in calls else 0.0)
+                return read(indices)
+
+            source.train_rows.read = delayed
+            return source
+
+    def recipe():
+        return mp.Recipe(
+            name="pod", mesh=mp.MeshSpec(data=3), strategy=mp.ddp(), steps=100, batch_size=6,
+            loss=lambda model, batch, key: (1.0 * jnp.mean((model(batch["x"]) - 1.0) ** 2), {}),
+            model=mp.from_functions(lambda key: {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]),
+            data=Data(arrays={"x": np.ones((60, 4), np.float32)}),
+            optimizer=mp.Optax(make=lambda steps: optax.sgd(1e-3)),
+        )
+""")
+
+
+@pytest.mark.parametrize("case", ["slow", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("healthy", "once"))])
+def test_process_with_slow_data_is_named(tmp_path: Path, child_env: dict[str, str], case: str) -> None:
+    (tmp_path / "recipe.py").write_text(SLOW)
+    with pods.start(tmp_path, "--processes", "3", "--devices", "3", **child_env, CASE=case) as process:
+        try:
+            process.wait(pods.PATIENCE_S)
+        finally:
+            process.terminate()
+    log = (tmp_path / "log").read_text()
+    assert process.returncode == 0, log
+    named = [line for line in log.splitlines() if "slows down all processes" in line]
+    lines = [json.loads(line) for line in (tmp_path / pods.METRICS).read_text().splitlines()]
+    slow = [line["slow_processes"] for line in lines if "slow_processes" in line]
+    assert len(named) == (case == "slow"), log
+    assert bool(slow) == (case == "slow")
+    if case == "slow":
+        assert "process 2 of 3" in named[0]
+        assert all(x.keys() == {"2"} and x["2"] > 0.08 for x in slow)

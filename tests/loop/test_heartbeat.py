@@ -124,15 +124,39 @@ def test_judge_names_the_lost_process(pair: Simulation, happens, verdict: str | 
     assert result is verdict or re.match(verdict.replace("(", r"\(").replace(")", r"\)"), result), result
 
 
-def watchdogs(left: dict[int, str]) -> list[Watchdog]:
+def watchdogs(left: dict[int, str], num_processes: int = 2) -> list[Watchdog]:
     store = Store()
     return [
         Watchdog(
-            Pod(store, process_id=number, num_processes=2),
+            Pod(store, process_id=number, num_processes=num_processes),
             leave=lambda verdict, number=number: left.__setitem__(number, verdict),
         )
-        for number in (0, 1)
+        for number in range(num_processes)
     ]
+
+
+def test_slow_process_is_named_once_until_it_recovers(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    dogs = watchdogs({}, 3)
+    monkeypatch.setattr(watchdog, "_watchdog", dogs[0])
+
+    def window(last_step: int, host_s: tuple[float, ...]) -> str:
+        """Report a window of all processes, and return what process 0 prints."""
+        for dog, seconds in zip(dogs, host_s, strict=True):
+            dog.pace.windows.append((last_step, seconds, 1.0))
+            dog._beat()
+        assert dogs[0]._read_verdict() is None
+        return capfd.readouterr().err
+
+    assert window(50, (0.1, 0.1, 0.1)) == ""
+    assert watchdog.slow_processes() == {}
+    text = window(100, (0.1, 0.1, 0.95))
+    assert "process 2 of 3" in text
+    assert "in steps 51 to 100, its host took 0.95 s of the 1 s per step (median of all processes: 0.1 s)" in text
+    assert watchdog.slow_processes() == {"slow_processes": {"2": 0.95}, "median_host_s": 0.1}
+    assert window(150, (0.1, 0.1, 0.95)) == ""
+    assert window(200, (0.1, 0.1, 0.1)) == ""
+    assert watchdog.slow_processes() == {}
+    assert "process 2 of 3" in window(250, (0.1, 0.1, 0.95))
 
 
 def test_failed_process_ends_all_with_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
