@@ -197,7 +197,7 @@ class Checkpoints:
         return None
 
     def _available(self, step: int | None, *, required: bool) -> list[int]:
-        """Return all steps, or the requested step."""
+        """Return the steps of all checkpoints, or only the requested step if it is not None."""
         steps = _broadcast(self.steps())
         if required and (not steps or step not in (None, *steps)):
             requested = "read a checkpoint" if step is None else f"read step {step}"
@@ -427,9 +427,9 @@ def read_index(folder: Any, step: int) -> dict[str, Any]:
 
 
 def damage_of(folder: Any, step: int) -> str | None:
-    """Return the damage of a checkpoint, or None if it is intact, without a model, mesh or recipe.
+    """Return a description of the damage of a checkpoint, or None if it is intact.
 
-    All arrays are read onto the first device.
+    This needs no model, mesh or recipe. All arrays are read onto the first device.
     """
     try:
         index = read_index(folder, step)
@@ -440,9 +440,10 @@ def damage_of(folder: Any, step: int) -> str | None:
 
 
 def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
-    """Read an array of a checkpoint, unsharded, without a model, mesh or recipe, and check its fingerprint.
+    """Read an array of a checkpoint, unsharded, and check its fingerprint.
 
-    `index` is the return value of `read_index`, and `path` a key of `index["leaves"]`.
+    This needs no model, mesh or recipe. `index` is the return value of `read_index`, and `path` a key of
+    `index["leaves"]`.
     """
     return np.asarray(_read_on_first_device(folder, index, [path])[path])
 

@@ -20,7 +20,7 @@ from meshpar.moe.load_metrics import Loads, advice, loads, scalars
 from meshpar.sharding.types import check_positive_int
 
 LAYERS = "moe/layers"
-"""Name of the metrics of all layers, from `layer_numbers`, in a line of metrics.jsonl."""
+"""Key in a line of metrics.jsonl for the metrics of all layers, the result of `layer_numbers`."""
 
 _COUNTS = ("moe/load", "moe/rank_load")
 _SHARES = ("moe/drop_rate", "moe/router_entropy")
@@ -100,5 +100,5 @@ def loads_of(numbers: Mapping[str, Any]) -> Loads:
 
 
 def worst_layer(loads: Loads) -> dict[str, float]:
-    """Return each metric of the layer where it is worst: the maximum, or the minimum of the entropy."""
+    """Return the worst value of each metric over the layers: the maximum, for the entropy the minimum."""
     return {name: float(value) for name, value in scalars(loads, prefix="").items()}

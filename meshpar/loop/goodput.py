@@ -32,7 +32,7 @@ class Goodput(Hook):
     """Hook that adds up the wall time by phase, on process 0, in a file that a resumed run continues.
 
     Steps in `metrics` (metrics.jsonl) after the restored checkpoint are counted as redone. The `JsonlWriter` removes
-    their lines, so pass this hook to `fit` before it. `began_s` is the start of this process.
+    their lines, so pass this hook to `fit` before the writer. `began_s` is the start of this process.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metrics: str | os.PathLike[str], began_s: float) -> None:

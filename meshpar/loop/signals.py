@@ -29,7 +29,7 @@ GRACE_S = 0.5
 scratch: set[Path] = set()
 """Incomplete folders, which are removed if a signal ends the process."""
 heirs: set[Callable[[], object]] = set()
-"""Functions that end child processes, called if a signal ends the process, so that they print nothing afterwards."""
+"""Functions that end child processes. They are called if a signal ends the process, so that no child prints later."""
 
 
 class Watch:

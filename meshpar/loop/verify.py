@@ -62,11 +62,11 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 _SPLITTING = ("accumulate", "reduce_gradients", "interleave")
 """Options that split the batch. Pipelines do not support the first two."""
 STEPS = 3
-"""The optimizer state of step 1 affects the gradients of step 3."""
+"""Number of compared steps. The optimizer state of step 1 affects the gradients of step 3, but not of step 2."""
 MAX_SHRINK_STEPS = 24
 """Maximum number of layouts to run in the search for the smallest layout that differs."""
 _SAMPLES_PER_LAYOUT = 8
-"""The layout with the most new features is run from each group of this many samples."""
+"""Number of random layouts in a group. Of each group, the layout with the most new features is run."""
 _MAX_SAMPLES = 40 * _SAMPLES_PER_LAYOUT
 """Maximum number of samples per requested layout. Most models reject some layouts."""
 

@@ -80,9 +80,9 @@ class InBytes:
 class RoundedState(NamedTuple):
     """State of `low_precision_moments`: the number of updates, and the optimizer's state with quantized moments.
 
-    Moments are unbiased, and each is within about one level of the exact value. Measured for Adam's v with a constant
-    gradient after 6,000 updates: standard deviation and range of v / exact v, by the ratio of v to the maximum of its
-    row (b2 of 0.95, 0.99 and 0.999 agree within 10 %):
+    Moments are unbiased, and each is within about one level of the exact value. The table shows v / exact v for Adam's
+    v after 6,000 updates with a constant gradient: standard deviation and range. Its rows are ratios of v to the
+    maximum of the row of the array. Values of 0.95, 0.99 and 0.999 for b2 agree within 10 %.
 
         bfloat16                       0.4 %   0.97 to 1.01
         int8       1/10 to 1           2 %     0.95 to 1.05
@@ -248,7 +248,7 @@ def _copied(jaxpr: core.Jaxpr, inputs_are_copies: Sequence[bool]) -> list[bool]:
 
 
 def checked(where: str, tx: Any) -> optax.GradientTransformation:
-    """Return an optimizer. Raises `ValueError` for other values."""
+    """Return `tx` if it is an optimizer, and raise `ValueError` otherwise."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         reason, fix = "it has no init and update, as an optax optimizer has", "pass optax.adamw(3e-4), for example"
         raise problem(where, f"use {tx!r} as the optimizer", reason, fix, code="wrong-type")

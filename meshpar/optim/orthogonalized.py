@@ -52,9 +52,10 @@ def exchange(num_matrices: int, *, ranks: int, replicas: int = 1) -> tuple[Liter
         owners  2 (N-1)/N · C + (R-1) · C     C = ceil(K / (N R)) matrices per rank: to their owners, and back
         gather    (N-1)/N · K                 each rank orthogonalizes all matrices
 
-    K is `num_matrices` of the same shape, N the number of shards of each, and R that of replicas, which have the same
-    shard and share the work; with R = 1 they repeat it and send nothing. The volume is the number of matrices that a
-    rank sends. If both send the same volume, the result is "owners", which computes less.
+    K is `num_matrices`, all of the same shape, and N (`ranks`) is the number of shards of each. R (`replicas`) is the
+    number of replicas that divide the work, or 1 if each replica does all of it. The volume is the number of matrices
+    that a rank sends. If both send the same volume, the result is "owners", which computes less. With R > 1, the result
+    is always "owners".
 
     Source: Liu et al. 2025, "Muon is Scalable for LLM Training" (owners that gather, with ZeRO-1).
     """

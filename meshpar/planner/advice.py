@@ -8,8 +8,8 @@ from meshpar.hardware.clusters import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.workload import Workload
 from meshpar.sharding.units import human_bytes, si
 
-MAX_LAYERS = 8
-"""A gathered layer may use this fraction (1/8) of a GPU's memory; the next layer and gradients need room, too."""
+MAX_LAYER_FRACTION = 1 / 8
+"""Maximum fraction of a GPU's memory for a gathered layer. The next layer and gradients need memory, too."""
 MIN_LINK_RATIO = 4
 """HSDP is suggested if links within a node are this many times as fast as links between nodes."""
 
@@ -18,9 +18,9 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
     """Return the simplest strategy that fits and the parallelism to add, by rules of thumb.
 
     If the state fits on a device, this is data parallelism. If only the optimizer state does not fit, it is ZeRO-1,
-    otherwise ZeRO-3, and HSDP if links between nodes are slow. Tensor parallelism within a node is added for large
-    layers or small batches, and a pipeline, with at least four microbatches per stage, if links are too slow for that.
-    Plans are ranked by estimated time instead.
+    otherwise ZeRO-3, and HSDP if links between nodes are slow. For large layers or small batches, tensor parallelism
+    within a node is added. If links are too slow for that, a pipeline is added, with at least four microbatches per
+    stage. The ranking of plans does not use these rules, but estimated times.
     """
     params = sum(leaf.nbytes for leaf in work.leaves)
     optimizer = sum(slot.nbytes for slot in work.slots)
@@ -57,7 +57,7 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
             "node, context_parallel() or a pipeline"
         )
     layer = work.compute_itemsize * sum(leaf.size // leaf.num_layers for leaf in work.leaves if leaf.is_stacked)
-    if layer > limit_bytes / MAX_LAYERS:
+    if layer > limit_bytes * MAX_LAYER_FRACTION:
         experts = " and expert_parallel()" if work.experts_per_token else ""
         lines.append(
             f"a gathered layer needs {human_bytes(layer)}: shard it with tensor_parallel() over the "
@@ -69,7 +69,7 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
 def _pipeline_advice(work: Workload, cluster: Cluster, limit_bytes: int, layer: int) -> Iterator[str]:
     """Yield advice for a pipeline: if a layer is too large for a node, or messages take longer than compute."""
     remedy = "distribute the layers over nodes with pipeline_parallel(stages=p, microbatches=m), m at least 4 p"
-    if layer > cluster.gpus_per_node * limit_bytes / MAX_LAYERS:
+    if layer > cluster.gpus_per_node * limit_bytes * MAX_LAYER_FRACTION:
         yield f"a layer of {human_bytes(layer)} is too large for a node of {cluster.gpus_per_node} GPUs: {remedy}"
     if cluster.nodes == 1:
         return

@@ -81,7 +81,7 @@ class Layout:
 
 
 FIX = "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
-"""Remedy for an invalid file of plans."""
+"""Fix in the error about an invalid file of plans."""
 
 
 class Memo:
@@ -121,7 +121,7 @@ class Placed:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Bytes per device of parameters, optimizer state and other state between steps; exact."""
+        """Bytes per device of parameters, optimizer state and other state between steps. Not an estimate."""
         total = self.workload.whole_bytes + sum(weight.decision.bytes_per_device for weight in self.weights)
         for slot in self.workload.slots:
             spec = () if slot.owner is None else tuple(self.weights[slot.owner].update)
@@ -179,7 +179,7 @@ class Placed:
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
     def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
-        """Yield the collectives of a step, of XLA and of kernels, with the fraction that a device sends."""
+        """Yield the collectives of XLA and of kernels in a step, each with the fraction of them that a stage runs."""
         fraction, strategy = 1.0, self.strategy
         for expected_collectives in (leaves.expected_collectives, scales.expected_collectives, _rows_sent):
             yield from ((expected, 1.0) for expected in expected_collectives(step))
@@ -190,7 +190,7 @@ class Placed:
 
 
 def looked_up(step: StepSpec) -> Weight | None:
-    """Return the embedding table whose rows are sent to the tokens, or None; see `models.embedding_lookup`."""
+    """Return the embedding table if `models.embedding_lookup` sends its rows to the tokens, otherwise None."""
     if step.is_pipelined or step.is_tied or step.is_by_device or not step.tokens:
         return None
     for weight in step.weights:
@@ -253,7 +253,7 @@ def rules_key(part: Parallelism) -> tuple[str, ...]:
 
 
 class Placer:
-    """Apply strategies to meshes. A decision is computed once for all meshes on which it is the same."""
+    """Applies strategies to meshes. Meshes with the same decision for a parameter share it."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload

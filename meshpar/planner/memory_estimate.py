@@ -67,7 +67,7 @@ class MemoryEstimate(Plain):
 
     @property
     def parts(self) -> dict[str, int]:
-        """Terms of the peak, without the smaller of head and layer."""
+        """The fields whose sum is the peak: all except the smaller of `head_bytes` and `layer_bytes`."""
         parts = dataclasses.asdict(self)
         del parts[min(("head_bytes", "layer_bytes"), key=lambda part: parts[part])]
         return parts
@@ -119,7 +119,7 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
 
 
 def residual_row_bytes(placed: Placed) -> float:
-    """Return the bytes per example of the residual stream, sharded at most over the axis of the sequence."""
+    """Return the bytes per device and example of the residual stream, of which only the sequence may be sharded."""
     work = placed.workload
     residuals = [held for held in work.held["full"] if held.layers] or [held for held in work.held[None] if held.layers]
     unsharded = (held._replace(names=("seq", *(None for _ in held.names[1:]))) for held in residuals)
@@ -141,7 +141,7 @@ class _WeightBytes(NamedTuple):
     """Full gradient of the embedding table."""
     gathers_head: bool
     small: int
-    """Number of elements of the largest weight gradient that XLA computes in parts."""
+    """Number of elements of the largest weight gradient that is small enough for XLA to compute in parts."""
 
 
 def _weight_bytes(placed: Placed, layout: Layout, step: StepSpec) -> _WeightBytes:
@@ -227,9 +227,9 @@ class StageLoad:
     """Maximum number of live buffers on the busiest stage of a schedule."""
 
     microbatches: float
-    """Number of microbatches with saved activations, in multiples of a stage's layers."""
+    """Saved activations, as a number of microbatches in all layers of a stage."""
     deferred: float
-    """Number of deferred weight gradients, in the same unit."""
+    """Inputs of deferred weight gradients, in the same unit."""
     copies: float
     """Number of copies of each parameter, over all stages."""
     chunk: float
@@ -242,8 +242,8 @@ class StageLoad:
 def stage_load(pipeline: Pipeline) -> StageLoad:
     """Return the load of a schedule.
 
-    From three times as many microbatches as stages on, only GPipe needs more buffers, so a longer schedule is replaced
-    by this length.
+    With more than `3 * stages` microbatches, only GPipe needs more buffers. Longer schedules are therefore replaced by
+    schedules of this length.
     """
     count = pipeline.microbatches
     is_long = count > 3 * pipeline.stages and pipeline.schedule != "gpipe" and "." not in pipeline.schedule
@@ -262,7 +262,7 @@ def stage_load(pipeline: Pipeline) -> StageLoad:
 
 
 def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Held]]:
-    """Return the saved activations of a remat policy with their bytes per example on one device."""
+    """Yield the saved activations of a remat policy, each with its bytes per example on a device."""
     return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
 
 

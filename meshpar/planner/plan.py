@@ -75,9 +75,9 @@ class Plan(Plain):
     bound: str
     """The largest term of the step time: `compute`, `memory`, `bubble` or `network:<axes>`."""
     exposed_s: Mapping[str, float]
-    """Exposed time of messages, by mesh axes."""
+    """Time of messages that does not overlap with compute, by mesh axes."""
     sent_bytes: Mapping[str, float]
-    """Bytes per device, by mesh axes."""
+    """Bytes that a device sends per step, by mesh axes."""
     tokens_per_s: float | None
     """Tokens per second and device."""
     utilisation: float
@@ -108,7 +108,7 @@ class TrainingRun(Plain):
     days: float
     gpu_hours: float
     cost: float | None
-    """GPU-hours times the price of one; None without a price."""
+    """GPU-hours times the price of a GPU-hour. None without a price."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Plans(Printed, Plain):
 
     cluster: str
     considered: int
-    """Number of strategies on meshes in the search."""
+    """Number of combinations of a mesh and a strategy in the search."""
     rates: str
     """Sources of the rates, and the errors of the estimates."""
     plans: tuple[Plan, ...]
@@ -179,7 +179,8 @@ class Plans(Printed, Plain):
           The error, the missing memory, or the step time relative to the best plan, with the sources of the rates.
 
         Raises:
-          MeshparError: a text is invalid, the plans were loaded from a file, or step options have no strategy.
+          MeshparError: a text is invalid, the plans were loaded from a file, or step options are given without a
+          strategy.
         """
         if strategy is None and (remat, accumulate, interleave) != (None, 1, 1):
             reason, fix = "without a strategy the fastest options are selected", "pass the strategy, too"

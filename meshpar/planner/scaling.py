@@ -18,7 +18,7 @@ Scaling = Literal["strong", "weak"]
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
 MAX_GPUS = 16_384
 MIN_EFFICIENCY = 0.5
-"""A layout is worthwhile while the throughput per GPU is at least this fraction of that on the fewest GPUs."""
+"""Minimum throughput per GPU of a worthwhile layout, as a fraction of the throughput on the fewest GPUs."""
 MAX_PARTS = 2
 """Strategies with more parallelisms are not evaluated."""
 MAX_CANDIDATES = 2

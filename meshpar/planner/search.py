@@ -50,7 +50,8 @@ from meshpar.training.sharding_table import lay_out
 SLICES = 2
 """Number of batch slices to consider."""
 MAX_EVALUATED = 120
-"""Maximum number of strategies that fit and are evaluated in detail. The maximum for all strategies is twice this."""
+"""Maximum number of strategies that fit and are evaluated in detail. Each phase of the search evaluates at most twice
+as many strategies, fitting or not."""
 PER_KIND = 8
 """Maximum number of strategies of a kind to evaluate until a layout fits. It is doubled for the fastest kinds."""
 
@@ -69,11 +70,11 @@ class _ScheduleEstimate(NamedTuple):
 
     ticks: float
     stretch: float
-    """Makespan over the time of a stage's ops."""
+    """Makespan divided by the time of the ops of a stage."""
     saved: float
     """Fraction of the microbatches with saved activations on a stage, times its fraction of the layers."""
     deferred: float
-    """The same for the inputs of deferred weight gradients."""
+    """The same as `saved`, for the inputs of deferred weight gradients."""
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)

@@ -54,9 +54,9 @@ class TimeEstimate(Plain):
     """Seconds per step on a device."""
 
     compute_s: float
-    """Matmuls."""
+    """Time of matmuls."""
     memory_s: float
-    """Other kernels."""
+    """Time of other kernels, which move saved activations."""
     copied_s: float
     """Part of `memory_s`: copies of buffers by the pipeline executor in each tick."""
     network_s: Mapping[str, float]
@@ -86,21 +86,21 @@ class ScheduleTiming:
     """A simulated pipeline schedule."""
 
     stretch: float
-    """Makespan over the time of a stage's ops."""
+    """Makespan divided by the time of the ops of a stage."""
     ticks: int
     hops: int
-    """Collective-permutes between stages per step."""
+    """Number of collective-permutes between stages per step."""
     stages: int
     chunks: int
     rounds: int
-    """Collective-permutes that send the weights of a chunk to its stage; the same number returns the gradients."""
+    """Number of collective-permutes that send weights to their stages. The same number returns the gradients."""
 
 
 @functools.lru_cache(maxsize=256)
 def schedule_timing(pipeline: Pipeline, recomputed: float, head: float, num_layers: int) -> ScheduleTiming:
     """Simulate a schedule as the executor runs it.
 
-    The time is linear in the number of microbatches, from three times the number of stages on.
+    Long schedules are extrapolated: from `3 * stages` microbatches on, the time is linear in their number.
 
     Args:
       pipeline: the schedule.
@@ -325,7 +325,7 @@ def routed_bytes(placed: Placed, capacity: Any) -> Any:
 
 
 def matmul_size(placed: Placed, layout: Layout) -> float:
-    """Return n of the square matmul with as many FLOPs as the average matmul of a layer, weighted by FLOPs."""
+    """Return n for which an n×n×n matmul has the FLOPs of the average matmul of a layer, weighted by FLOPs."""
     step = placed.step_spec(layout)
     leaves = ((weight, weight.leaf) for weight in step.weights)
     weights = [weight for weight, leaf in leaves if leaf.is_stacked and leaf.layer_ndim > 1]
@@ -344,7 +344,7 @@ class _Price(NamedTuple):
     """Bytes that a device sends per byte of the payload."""
 
     def time_s(self, nbytes: float, *, combined: int = 1) -> float:
-        """Return the time of a message of a group of `combined` messages that XLA combines."""
+        """Return the time of a message. If XLA combines several messages, each has a part of the latency."""
         return min(latency_s / combined + nbytes * s_per_byte for latency_s, s_per_byte in self.lines)
 
 
@@ -404,7 +404,7 @@ def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
 
 
 def _nodes_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return `Cluster.layout`. If nodes divide the mesh evenly, only the group of the first device is needed."""
+    """Return `Cluster.layout` of these axes. It is computed faster if nodes divide the mesh evenly."""
     stride, offsets, is_even = 1, np.zeros(1, int), True
     for axis, size in reversed(list(sizes.items())):
         is_even &= cluster.gpus_per_node % stride == 0 or stride % cluster.gpus_per_node == 0

@@ -76,7 +76,7 @@ class Slot(NamedTuple):
     owner: int | None
     """Index of the parameter with the same sharding; None for replicated arrays."""
     dims: tuple[int, ...]
-    """Dims of that parameter that it has."""
+    """The dims of the parameter that the array has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Workload:
     """FLOPs, activations and state of a training step, independent of the mesh."""
 
     model: Model
-    """The model, with its description cached."""
+    """The model, whose shapes and names are cached."""
     leaves: tuple[Leaf, ...]
     """Leaves of the parameters."""
     slots: tuple[Slot, ...]
@@ -105,7 +105,7 @@ class Workload:
     attention: Mapping[Remat, float]
     """Part of `flops`: cuDNN's attention in the forward pass, with recomputation."""
     model_flops: float
-    """FLOPs of three forward passes per example."""
+    """FLOPs per example for the MFU: three forward passes, without recomputation."""
     narrow_share: Mapping[Remat, float]
     """Fraction of the FLOPs in 8-bit matmuls."""
     narrowed: float
@@ -121,9 +121,9 @@ class Workload:
     bound_factor: float | None
     """Capacity for tokens between two ranks, as in `MoEConfig`; None if it suffices for any routing."""
     nodes_visited: Callable[[int], int] | None
-    """Maximum number of nodes of a token's experts, for dispatch that sends it once to each node."""
+    """As in `StepSpec`: the maximum number of nodes that a token is sent to. None without node-first dispatch."""
     row_bytes: Callable[[str, int], int | None] | None
-    """Bytes of an encoded token on its way to experts and back, as in `StepSpec`."""
+    """As in `StepSpec`: bytes of an encoded token on its way to experts and back."""
     vocab_chunk: int | None
     """Size of a vocabulary chunk on a rank; None without chunks."""
 
@@ -248,7 +248,7 @@ def _by_policy(
 ) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
     """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
 
-    The FLOPs of both passes are (total, attention, 8 bits).
+    FLOPs are those of forward and backward pass, as (all matmuls, attention, 8-bit matmuls).
     """
     scans: list[Any] = []
 
@@ -334,7 +334,7 @@ def _experts_per_token(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
 def _expert_flops(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
     """Return the FLOPs of a token in an expert if `matmul_flops` cannot count them, and 0 otherwise.
 
-    It counts the body of a loop once if the routing determines the number of iterations.
+    If the routing determines how often a loop runs, `matmul_flops` counts the body of the loop once.
     """
     notes: dict[str, None] = {}
     matmul_flops(jaxpr, notes)

@@ -153,7 +153,7 @@ class StepSpec:
     experts_per_token: int = 0
     """Number of experts that each token is sent to. Set for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
-    """Maps the number of nodes to the expected number of nodes that a token is sent to, for dispatch that sends each
+    """Maps the number of nodes to the maximum number of nodes that a token is sent to, for dispatch that sends each
     token once per node. Set for estimates only."""
     row_bytes: Callable[[str, int], int | None] | None = None
     """Maps a direction (`dispatch`, `combine`, `grad`) and a width to the bytes of a quantized token sent to experts,
