@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import click
 
 from meshpar.cli.main import output_options, prepare_devices, print_report, traceback_option
+from meshpar.sharding import remote
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import is_url
 from meshpar.sharding.printing import Plain
 
 run_argument = click.argument("run", type=click.Path())
@@ -140,16 +141,22 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     click.echo(f"{out}: {count:,} parameters of step {steps[-1]}, {sum(sizes.values()):,} bytes")
 
 
-def _saved_steps(run: str, step: int | None = None) -> tuple[Path, list[int]]:
+def _saved_steps(run: str, step: int | None = None) -> tuple[Any, list[int]]:
     """Return the folder of checkpoints and the saved steps. With `step`, the list has only this step."""
+    from etils import epath
+
     from meshpar.loop.checkpoint import Checkpoints
 
-    folder = Path(run, "checkpoints") if Path(run, "checkpoints").is_dir() else Path(run)
-    steps = Checkpoints(folder).steps() if folder.is_dir() else []
+    path = epath.Path(remote.join(run) if is_url(run) else run)
+    if is_url(run):
+        remote.filesystem(str(path), f"run {run[:200]}")
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    exists = folder.is_dir()
+    steps = Checkpoints(folder).steps() if exists else []
     if not steps or step not in (None, *steps):
-        code = "not-found" if folder.is_dir() else "missing-file"
+        code = "not-found" if exists else "missing-file"
         reason = f"the saved steps are {steps}" if steps else "it has no checkpoints"
-        reason = reason if folder.is_dir() else "the folder does not exist"
+        reason = reason if exists else "the folder does not exist"
         fix = "name a saved step of a run, such as runs/NAME"
         raise problem(f"run {run[:200]}", "read its checkpoints", reason, fix, code=code)
     return folder, steps if step is None else [step]

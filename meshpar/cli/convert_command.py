@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -109,10 +108,12 @@ def to_folder(
     from meshpar.interop.files import new_folder
     from meshpar.interop.hf import to_hf
     from meshpar.interop.runs import like_of, opened
+    from meshpar.loop.run_folder import run_folder
 
     new_folder(out)  # check it before the weights are read, which can take minutes
-    config, state = opened(run, mesh=layout[0], strategy=layout[1], step=step)
-    to_hf(state, config, out, like=like_of(Path(run)), dtype=dtype)
+    with run_folder(run) as folder:
+        config, state = opened(folder, mesh=layout[0], strategy=layout[1], step=step)
+        to_hf(state, config, out, like=like_of(folder.local), dtype=dtype)
     click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")
 
 
@@ -134,8 +135,10 @@ def to_adapter(
     from meshpar.interop.files import new_folder
     from meshpar.interop.peft import to_peft
     from meshpar.interop.runs import like_of, restored_run
+    from meshpar.loop.run_folder import run_folder
 
     new_folder(out)
-    config, state = restored_run(Path(run), mesh=layout[0], strategy=layout[1], step=step)
-    to_peft(state, config, out, like=like_of(Path(run)), base=base, dtype=dtype)
+    with run_folder(run) as folder:
+        config, state = restored_run(folder, mesh=layout[0], strategy=layout[1], step=step)
+        to_peft(state, config, out, like=like_of(folder.local), base=base, dtype=dtype)
     click.echo(f"{out}: adapters of rank {state.setup.model.lora.rank}")

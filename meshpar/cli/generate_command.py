@@ -57,9 +57,13 @@ def generate(
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
     from meshpar.interop.runs import SOURCE_FOLDER, opened
+    from meshpar.loop.run_folder import run_folder
 
-    coder = _tokenizer(Path(folder), tokenizer)
-    config, state = opened(folder, mesh=layout[0], strategy=layout[1], dtype=dtype)
+    with run_folder(folder) as run:
+        coder = _tokenizer(run.local, tokenizer)
+        config, state = opened(run, mesh=layout[0], strategy=layout[1], dtype=dtype)
+        files = [run / CONFIG, run / SOURCE_FOLDER / CONFIG]  # the second one if a run was converted
+        hf_config = next((read_json(file) for file in files if file.exists()), {})
     encode = getattr(coder, "encode_prompt", coder.encode)
     encoded = [encode(text).astype("int32").tolist() for text in prompts]
     for text, ids in zip(prompts, encoded, strict=True):
@@ -69,8 +73,6 @@ def generate(
                 reason = f"token {max(ids)} is outside of the vocabulary of {config.vocab_size}"
                 fix = "use the tokenizer of the model: --tokenizer"
             raise problem("--prompt", f"continue {text[:60]!r}", reason, fix, code="out-of-range")
-    files = [Path(folder, CONFIG), Path(folder, SOURCE_FOLDER, CONFIG)]  # the second one if a run was converted
-    hf_config = next((read_json(file) for file in files if file.exists()), {})
     eos = hf_config.get("eos_token_id")
     eos_ids, max_positions = eos if isinstance(eos, list) else [eos], hf_config.get("max_position_embeddings")
     if isinstance(max_positions, int) and (length := max(map(len, encoded)) + tokens) > max_positions:

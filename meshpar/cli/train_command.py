@@ -63,10 +63,12 @@ from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.metrics_file import JsonlWriter, missing_steps, read_lines
 from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
+from meshpar.loop.run_folder import RunFolder, run_folder
 from meshpar.moe.load_metrics import Loads
 from meshpar.optim.averages import averages_of, ema_params
+from meshpar.sharding import remote
 from meshpar.sharding.context import use_rules
-from meshpar.sharding.host_resources import check_local, check_memory, check_name, read_json, replace_file
+from meshpar.sharding.host_resources import check_memory, check_name, is_url, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import problem
 from meshpar.sharding.units import human_bytes
@@ -95,8 +97,8 @@ VOCAB_MULTIPLE = 128
 class RunOutcome:
     """Result of a run."""
 
-    folder: Path
-    """The run folder."""
+    folder: Any
+    """The run folder, a `Path`. In a bucket, an `epath.Path`."""
     reason: str
     """"done", or "interrupted" if the same command resumes the run."""
     summary: dict[str, Any]
@@ -119,7 +121,7 @@ def train(
 
     Args:
       recipe: the run to train.
-      out: folder of all runs. The run writes to `out/<name>/`.
+      out: folder of all runs, or its gs:// or s3:// URL. The run writes to `out/<name>/`.
       devices: devices of the mesh; by default all.
       fresh: start from step 0, and rename the folder of an earlier run.
       fit_vocab: set the vocabulary size of the model to that of the data's tokenizer.
@@ -131,16 +133,27 @@ def train(
     Raises:
       ValueError: if the recipe does not fit its devices or data, or differs from the recipe of the run to resume.
     """
-    check_local(out, f"--out {out}", "name a local folder, or the folder where the bucket is mounted")
-    screen, folder, start_time_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
+    with run_folder(remote.join(out, recipe.name) if is_url(out) else Path(out) / recipe.name, write=True) as folder:
+        return _train_in(
+            folder, recipe, devices=devices, fresh=fresh, fit_vocab=fit_vocab, from_hf=from_hf, profile=profile,
+            accept_changes=accept_changes, screen=Screen(stream or sys.stdout),
+        )  # fmt: skip
+
+
+def _train_in(
+    folder: RunFolder, recipe: Recipe, *, devices: Sequence[jax.Device] | None, fresh: bool, fit_vocab: bool,
+    from_hf: str | Path | None, profile: tuple[int, int] | None, accept_changes: bool, screen: Screen,
+) -> RunOutcome:  # fmt: skip
+    """Train or resume the run in a folder. See `train` for the arguments."""
+    start_time_s = time.time()
     if from_hf is not None:
         recipe = with_hf(recipe, from_hf)
         # Before anything is written: a run that has started must have started from these weights.
-        if fresh or not any((folder / "checkpoints").glob("*")):
+        if fresh or not Checkpoints(folder.checkpoints).steps():
             check_weights(from_hf)
         else:
-            check_source(from_hf, folder)
+            check_source(from_hf, folder.local)
     pod = this_pod()
     if pod is not None:
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
@@ -158,7 +171,7 @@ def train(
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as stack:
         if recipe.pgle:
-            stack.enter_context(pgle_enabled(Path(out)))
+            stack.enter_context(pgle_enabled(folder.local.parent if folder.url is None else remote.cache_folder()))
         with screen.progress("tracing and lowering the training step"):
             program = StepProgram(recipe, setup, batches)
         if pod is not None:  # before a device waits for another one
@@ -168,12 +181,13 @@ def train(
                 pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on every host")
         stack.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
         screen.fields("meshpar train", _run_description(recipe, setup, source, folder))
-        with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
+        with Checkpoints(folder.checkpoints, keep=recipe.keep_checkpoints) as checkpoints:
             with screen.progress("restoring or initializing the state"), _cleaned_up(folder, checkpoints):
                 if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
-                    keep_source_files(from_hf, folder)  # records the initial weights, for the check on resume
+                    keep_source_files(from_hf, folder.local)  # records the initial weights, for the check on resume
                 init = Setup.init if from_hf is None else lambda setup, key: load_hf(from_hf, setup, key=key)
                 state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
+                folder.upload()  # from here on, checkpoints depend on these files
             first_step = int(state.step)
             screen.print(_start_line(first_step, recipe.steps, folder))
             screen.print(str(program))
@@ -254,7 +268,7 @@ def _hooks(
     recipe: Recipe,
     setup: Setup,
     source: Source,
-    folder: Path,
+    folder: RunFolder,
     checkpoints: Checkpoints,
     screen: Screen,
     goodput: Goodput,
@@ -276,7 +290,7 @@ def _hooks(
         expert_load,
         goodput,
         JsonlWriter(folder / "metrics.jsonl", also=more_metrics),
-        *writers(recipe.writers, folder, config=_json_finite(recipe.to_json()), also=more_metrics),
+        *writers(recipe.writers, folder.local, config=_json_finite(recipe.to_json()), also=more_metrics),
         ProgressBar(stream=screen.stream, also=expert_load.words),
         Validator(
             validation,
@@ -285,7 +299,12 @@ def _hooks(
             of=averaged,
             weights=weights,
         ),
-        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps, retries=recipe.checkpoint_retries),
+        Checkpointer(
+            checkpoints,
+            every=recipe.checkpoint_every or recipe.steps,
+            retries=recipe.checkpoint_retries,
+            before_save=folder.upload,
+        ),
         Preemption(),
     ]
 
@@ -317,7 +336,7 @@ class StepProgram:
         }
 
 
-def _start_line(step: int, steps: int, folder: Path) -> str:
+def _start_line(step: int, steps: int, folder: RunFolder) -> str:
     if step >= steps:
         return f"step {step} of {steps} is done: nothing left to train"
     if step:
@@ -369,25 +388,30 @@ def check_ids(recipe: Recipe, source: Source) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
+def _prepared(folder: RunFolder, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
     """Lock the run folder, check that it belongs to this run, and write recipe.json, sharding.json and sharding.txt."""
     pod, is_first = this_pod(), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        existed = folder.exists()
-        if pod is not None:
-            check_shared(pod, folder)
-        if is_first:
-            stack.enter_context(lock_run_folder(folder, warn=screen.print))
+        existed = folder.local.exists()
+        if pod is not None and folder.url is None:
+            check_shared(pod, folder.local)
+        if is_first and folder.url is None:
+            stack.enter_context(lock_run_folder(folder.local, warn=screen.print))
+        elif is_first:
+            stack.enter_context(folder.leased(warn=screen.print))
         if not fresh:
             _check_same_run(folder, program, accept=accept, screen=screen)
+        elif folder.url is not None and (existed or Checkpoints(folder.checkpoints).steps()):
+            reason, fix = "a bucket cannot rename the folder of the earlier run", "use --name, or remove the folder"
+            raise problem("--fresh", f"start {folder} over", reason, fix, code="unsupported-feature")
         barrier("meshpar: folder checked")  # no process writes before all have read the folder
         if is_first:
             if fresh and existed:
                 number = 1
-                while (renamed := folder.with_name(f"{folder.name}.old{number}")).exists():
+                while (renamed := folder.local.with_name(f"{folder.local.name}.old{number}")).exists():
                     number += 1
-                screen.print(f"renamed the folder of the earlier run to {folder.rename(renamed)}")
-            folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
+                screen.print(f"renamed the folder of the earlier run to {folder.local.rename(renamed)}")
+            folder.local.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
             _write_json(folder / "recipe.json", {**program.recipe.to_json(), "program": program.to_json()})
             _write_json(folder / "sharding.json", program.setup.table.to_json())
             replace_file(folder / "sharding.txt", f"{program.setup.table}\n")
@@ -398,8 +422,13 @@ def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, 
 
 
 @contextlib.contextmanager
+<<<<<<< HEAD
 def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
     """Remove recipe.json, sharding.json and sharding.txt if the block fails before the first checkpoint."""
+=======
+def _cleaned_up(folder: RunFolder, checkpoints: Checkpoints) -> Iterator[None]:
+    """Remove the files that describe the run if the block fails before its first checkpoint."""
+>>>>>>> f7401918 (train: write runs to buckets, and read data files by URL)
     try:
         yield
     except BaseException:
@@ -410,12 +439,12 @@ def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def _check_same_run(folder: Path, program: StepProgram, *, accept: bool, screen: Screen) -> None:
+def _check_same_run(folder: RunFolder, program: StepProgram, *, accept: bool, screen: Screen) -> None:
     """Check that the run in this folder was started with the same recipe and the same program."""
     path, recipe, where = folder / "recipe.json", program.recipe, f"run {folder}"
     anew = f"use --name to start a new run, or --fresh to start over ({folder} is renamed)"
     if not path.exists():
-        steps = [step for step in Checkpoints(folder / "checkpoints").steps() if step]
+        steps = [step for step in Checkpoints(folder.checkpoints).steps() if step]
         if steps and not accept:  # `meshpar convert from-hf` writes a checkpoint 0 without a recipe
             reason = f"recipe.json is missing, so the recipe of its {steps[-1]} steps is unknown"
             fix = f"restore the file from a copy, use --accept-changes to resume with this recipe, or {anew}"
@@ -439,7 +468,7 @@ def _check_same_run(folder: Path, program: StepProgram, *, accept: bool, screen:
 
 
 def _check_same_program(
-    folder: Path,
+    folder: RunFolder,
     program: StepProgram,
     saved: Mapping[str, Any],
     changed: Mapping[str, tuple[Any, Any]],
@@ -490,10 +519,15 @@ def _json_finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: Path) -> dict[str, str]:
+def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: RunFolder) -> dict[str, str]:
     totals = setup.table.totals
     per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
+<<<<<<< HEAD
     accumulation = f" in {recipe.step.accumulate} microbatches" if recipe.step.accumulate > 1 else ""
+=======
+    has_urls = any(map(is_url, getattr(recipe.data, "files", ())))
+    accumulation = f" in {recipe.accumulate} microbatches" if recipe.accumulate > 1 else ""
+>>>>>>> f7401918 (train: write runs to buckets, and read data files by URL)
     return {
         "run": str(folder),
         "devices": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",
@@ -502,6 +536,7 @@ def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: Path)
         "parameters": f"{totals.num_params:,}",
         "per device": ", ".join(f"{name} {human_bytes(size)}" for name, size in per_device.items()),
         "data": _data_line(source.describe()),
+        **({"copies of files": str(remote.cache_folder())} if has_urls else {}),
         "batch": f"{recipe.batch_size} examples{accumulation}",
     }
 
@@ -547,7 +582,7 @@ def _report(
     recipe: Recipe,
     result: FitResult,
     source: Source,
-    folder: Path,
+    folder: RunFolder,
     screen: Screen,
     *,
     steps_taken: int,
@@ -589,7 +624,7 @@ def _report(
         summary |= _compare_with_bigrams(source, valid)
         if recipe.sample is not None:
             summary["sample"] = sample_text(recipe, result.state, source)
-    outcome = RunOutcome(folder=folder, reason=result.reason, summary=summary)
+    outcome = RunOutcome(folder=folder.path, reason=result.reason, summary=summary)
     if jax.process_index() != 0:
         return outcome
     if done:
@@ -597,7 +632,7 @@ def _report(
     _write_json(folder / "summary.json", summary)
     if not done:
         screen.print(
-            f"{result.reason} at step {result.step} of {recipe.steps}. The checkpoint is in {folder / 'checkpoints'}. "
+            f"{result.reason} at step {result.step} of {recipe.steps}. The checkpoint is in {folder.checkpoints}. "
             "Repeat the command to resume."
         )
         return outcome
@@ -660,7 +695,7 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
 
 
 def _plot(
-    folder: Path,
+    folder: RunFolder,
     recipe: Recipe,
     curves: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
@@ -690,7 +725,7 @@ def _plot(
         replace_file(folder / name, png.getvalue())
 
 
-def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _result(summary: Mapping[str, Any], folder: RunFolder) -> dict[str, str]:
     fields = {f"held-out {name}": f"{value:.4f}" for name, value in summary["validation"].items() if value is not None}
     if "bits_per_byte" in summary:
         fields["bits per byte"] = f"{summary['bits_per_byte']:.3f} on {summary['held_out_tokens']:,} held-out tokens"
@@ -705,7 +740,7 @@ def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         fields["experts, worst layer"] = (
             f"largest load of an expert {worst['expert_max_over_mean']:.2f} times the mean, of a rank "
             f"{worst['rank_max_over_mean']:.2f}; {worst['drop_rate']:.2%} of assignments dropped "
-            f"({folder / 'experts.png'})"
+            f"({folder}/experts.png)"
         )
     if summary["tokens_per_s"] is not None:
         fields["speed"] = f"{summary['tokens_per_s']:,.0f} tokens/s"
@@ -716,7 +751,7 @@ def _result(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     if summary["steps_taken"]:
         fields["time"] = f"{summary['seconds']:.0f} s for {summary['steps_taken']} steps"
         fields["goodput"] = goodput_words(summary["wall_s"])
-    return {**fields, "loss curve": str(folder / "loss.png")}
+    return {**fields, "loss curve": f"{folder}/loss.png"}
 
 
 class Screen:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshpar.sharding.errors import problem
-from meshpar.sharding.host_resources import read_json, read_text
+from meshpar.sharding.host_resources import check_local, read_json, read_text
 
 DATE = "2024-07-26"
 """Default date of Llama's templates."""
@@ -65,6 +65,9 @@ class Template:
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
         """Load a template from a file, or from the folder of the tokenizer."""
+        check_local(
+            tokenizer, f"`tokenizer` {tokenizer}", "use a local folder: the chat template is next to the tokenizer"
+        )
         path = Path(tokenizer).expanduser()
         folder = path if path.is_dir() else path.parent
         config_file, config = folder / "tokenizer_config.json", {}

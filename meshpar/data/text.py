@@ -1,6 +1,7 @@
 """Search for text files, and reading of their documents.
 
-An entry of `files` is the word `stdlib`, a file, a glob (`**` matches folders at any depth) or a folder. In a folder,
+An entry of `files` is the word `stdlib`, a file, a glob (`**` matches folders at any depth) or a folder; or the same in
+a bucket (`s3://bucket/data/*.jsonl`), which is read from copies in the folder `$MESHPAR_CACHE`. In a folder,
 .txt, .py, .md, .jsonl and .parquet files are found, except hidden files. A file or glob may have any suffix; it is read
 as plain text unless the suffix is .jsonl or .parquet.
 
@@ -20,6 +21,7 @@ import functools
 import glob
 import hashlib
 import io
+import itertools
 import json
 import os
 import sysconfig
@@ -27,8 +29,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshpar.sharding import remote
 from meshpar.sharding.errors import near, problem
-from meshpar.sharding.host_resources import check_file, check_name
+from meshpar.sharding.host_resources import check_file, check_name, is_url
 
 STDLIB = "stdlib"
 """Entry for the standard library. Write `./stdlib` for a folder of that name."""
@@ -119,6 +122,9 @@ def digest(file: File) -> bytes:
 def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, bool]]:
     """Yield each path of an entry, the number of path components in its name, and `File.named`."""
     where, path = f"`files` entry `{entry[:100]}`", Path(os.path.abspath(os.path.expanduser(entry)))
+    if is_url(entry):
+        yield from _remote_matches(remote.join(entry), suffixes, where)
+        return
     check_name(path, where, "enter a file, a folder or a glob")
     if entry == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -140,11 +146,41 @@ def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, b
         raise problem(where, "read it", reason, f"use an existing file ({hint})", "missing-file")
     paths = sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
     if not paths:
-        suffix_list = " ".join(suffixes)
-        fix = f"enter a file, a glob (`**` matches folders at any depth), or a folder with {suffix_list} files"
-        raise problem(where, "find files", f"no file in {root} matches", fix, "not-found")
+        raise _no_match(where, str(root), suffixes)
     for path in paths:
         yield path, len(path.relative_to(root).parts), False
+
+
+def _no_match(where: str, root: str, suffixes: Sequence[str]) -> Exception:
+    suffix_list = " ".join(suffixes)
+    fix = f"enter a file, a glob (`**` matches folders at any depth), or a folder with {suffix_list} files"
+    return problem(where, "find files", f"no file in {root} matches", fix, "not-found")
+
+
+def _remote_matches(url: str, suffixes: Sequence[str], where: str) -> Iterator[tuple[Path, int, bool]]:
+    """Yield local copies of the objects of an entry, as `_matches` does."""
+    bucket = remote.filesystem(url, where)
+    pattern = url.partition("://")[2]
+    with remote.accessing(url, where, "read it"):
+        has_magic, root = glob.has_magic(pattern), pattern
+        if has_magic:
+            root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split("/")))
+        elif bucket.isfile(url):
+            yield remote.fetch({url: bucket.info(url)}, where)[0], 1, True
+            return
+        found = bucket.glob(pattern, detail=True) if has_magic else bucket.find(pattern, detail=True)
+    has_hidden = has_magic and any(part.startswith(".") for part in pattern.split("/"))
+    objects: dict[str, Any] = {}
+    for name in sorted(found):
+        relative = Path(name.removeprefix(f"{root}/"))
+        is_wanted = has_hidden or not _is_hidden(relative)
+        if found[name]["type"] == "file" and is_wanted and (has_magic or relative.suffix in suffixes):
+            objects[name] = found[name]
+    if not objects:
+        raise _no_match(where, root, suffixes)
+    copies = remote.fetch({f"{url.partition(':')[0]}://{name}": info for name, info in objects.items()}, where)
+    for name, path in zip(objects, copies, strict=True):
+        yield path, len(Path(name.removeprefix(f"{root}/")).parts), False
 
 
 def _globbed(pattern: str) -> tuple[Path, list[Path]]:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt
 
+from meshpar.sharding import remote
 from meshpar.sharding.errors import near_or, problem
 from meshpar.sharding.host_resources import check_name
 
@@ -85,7 +86,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | os.PathLike[str], *, separator: str | None = None) -> None:
         import tokenizers
 
-        path, fix = Path(path).expanduser(), f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
+        path = Path(remote.copy_of(str(path), "`tokenizer`")).expanduser()
+        fix = f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
         check_name(path, "`tokenizer`", fix)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():

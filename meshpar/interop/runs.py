@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from meshpar.interop.files import SINGLE, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.run_folder import CHECKPOINTS, RunFolder
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
@@ -31,7 +32,6 @@ from meshpar.training.state import TrainState, make_setup
 
 SOURCE_FOLDER = "hf"
 """Subfolder of a run with the config and tokenizer files that `to_hf` copies."""
-CHECKPOINTS = "checkpoints"
 RUN_MODE = 0o700
 """Mode of a new run folder, before the umask: no other user can read it or create links in it."""
 SOURCE = "source.json"
@@ -90,21 +90,26 @@ def like_of(run: Path) -> Path | None:
 
 
 def opened(
-    folder: str | Path, *, mesh: Mesh, strategy: Strategy | Rules, dtype: str | None = None, step: int | None = None
+    folder: str | Path | RunFolder,
+    *,
+    mesh: Mesh,
+    strategy: Strategy | Rules,
+    dtype: str | None = None,
+    step: int | None = None,
 ) -> tuple[TransformerConfig, TrainState]:
     """Load the model of a run or of a Hugging Face folder, without an optimizer. LoRA adapters of a run are merged.
 
     If a run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
     """
-    path = Path(folder)
-    is_run = (path / CHECKPOINTS).is_dir()
+    run = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
+    path, is_run = run.local, run.has_checkpoints()
     if not is_run and (path / CONFIG).exists():
         return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
     if is_run and dtype is not None:
         reason = "a run is loaded in the dtype of its checkpoint"
         fix = "omit --dtype, or convert the run with to-hf first"
-        raise problem(f"run `{path}`", f"load the model in {dtype}", reason, fix, code="conflict")
-    config, state = restored_run(path, mesh=mesh, strategy=strategy, step=step)
+        raise problem(f"run `{run}`", f"load the model in {dtype}", reason, fix, code="conflict")
+    config, state = restored_run(run, mesh=mesh, strategy=strategy, step=step)
     return config, merged(state, config)
 
 
@@ -117,20 +122,21 @@ def merged(state: TrainState, config: TransformerConfig) -> TrainState:
 
 
 def restored_run(
-    path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
+    run: RunFolder, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
     """Load the model of a run, with LoRA adapters kept separate."""
-    if not (path / CHECKPOINTS).is_dir():
+    path = run.local
+    if not run.has_checkpoints():
         reason, fix = f"it has neither {CHECKPOINTS}/ nor {CONFIG}", "pass runs/<name> or a Hugging Face folder"
-        raise problem(f"folder `{path}`", "load a model", reason, fix, code="missing-file")
+        raise problem(f"folder `{run}`", "load a model", reason, fix, code="missing-file")
     recipe = read_json(path / "recipe.json") if (path / "recipe.json").exists() else {}
     is_converted = not recipe and like_of(path) is not None
     config = config_of(path / SOURCE_FOLDER) if is_converted else _from_plain(recipe.get("model"))
     if not isinstance(config, TransformerConfig):
         reason = "the model of the run is not a TransformerConfig"
         fix = "build the model and restore its state with Checkpoints"
-        raise problem(f"run `{path}`", "load the model", reason, fix, code="unsupported-feature")
-    with Checkpoints(path / CHECKPOINTS) as checkpoints:
+        raise problem(f"run `{run}`", "load the model", reason, fix, code="unsupported-feature")
+    with Checkpoints(run.checkpoints) as checkpoints:
         table, lora = checkpoints.stored(step)["params/embed/embedding"], _from_plain(recipe.get("lora"))
         config = dataclasses.replace(config, param_dtype=table["dtype"])
         model = config.build() if lora is None else lora(config.build())

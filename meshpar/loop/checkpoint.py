@@ -1,7 +1,9 @@
 """Checkpoints of the training state: written asynchronously with orbax, restored onto any mesh.
 
 A checkpoint is a folder named by its step. orbax writes it under a temporary name and renames it when it is complete,
-so a process that is killed during a save leaves the earlier checkpoints intact. Each checkpoint has two items:
+so a process that is killed during a save leaves the earlier checkpoints intact. Buckets have no rename: there, a
+checkpoint is complete when it contains the object `commit_success.txt`, which orbax writes last. Each checkpoint has
+two items:
 
     state   all arrays by path, unsharded
     run     JSON with a checksum: format, versions, step, data position; shape, dtype and fingerprint of each array
@@ -38,7 +40,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.optim.averages import averages_of
+from meshpar.sharding import remote
 from meshpar.sharding.context import apart
+from meshpar.sharding.host_resources import is_url
 from meshpar.sharding.types import MeshparError, check_positive_int, path_str, problem
 from meshpar.training.state import Setup, TrainState
 
@@ -49,6 +53,8 @@ SET_ASIDE = "set_aside"
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix that orbax appends to the name of an incomplete checkpoint."""
+_COMMITTED = "commit_success.txt"
+"""Object in each complete checkpoint of a bucket."""
 _SHARE_FROM_BYTES = 1 << 20
 """Minimum bytes per replica for which processes share the write of a replicated array. The slices are computed before
 training continues, which costs more than it saves for small arrays. If no dim is divisible by the number of replicas,
@@ -94,25 +100,27 @@ class Checkpoints:
         check_positive_int("Checkpoints", "the number of checkpoints to keep", keep=keep)
         _filter_orbax_logs()
         _patch_orbax()
-        self._is_local = "://" not in str(folder)
-        self.folder = epath.Path(folder).absolute() if self._is_local else epath.Path(folder)
+        self._is_local = not is_url(folder)
+        self.folder = epath.Path(folder).absolute() if self._is_local else epath.Path(remote.join(folder))
         self._where = f"checkpoints in {self.folder}"
+        if not self._is_local:
+            self._bucket = remote.filesystem(str(self.folder), self._where)
+            _patch_kvstore()
         self.keep, self._failed = keep, False
         self._manager: Any = None
         self._current: int | None = None
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order. Steps are int32."""
+        names: list[str] = []
         if not self._is_local:
-            from orbax.checkpoint import path as ocp_path
-
-            return sorted(checkpoint.step for checkpoint in ocp_path.step.standard_name_format().find_all(self.folder))
-        # Complete local checkpoints are recognized by their names, which is faster than asking orbax.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-            steps = [int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name))]
-            return sorted(step for step in steps if step <= np.iinfo(np.int32).max)
-        return []
+            with remote.accessing(str(self.folder), self._where, "list them"):
+                names = [path.split("/")[-2] for path in self._bucket.glob(f"{self.folder}/*/{_COMMITTED}")]
+        else:  # complete local checkpoints are recognized by their names, which is faster than asking orbax
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as entries:
+                names = [entry.name for entry in entries if entry.is_dir()]
+        steps = [int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name))]
+        return sorted(step for step in steps if step <= np.iinfo(np.int32).max)
 
     @apart()
     def save(self, state: TrainState, *, data_state: Mapping[str, Any] | None = None, wait: bool = False) -> bool:
@@ -276,7 +284,7 @@ class Checkpoints:
             files: Any = None
             for _ in range(_MAX_POLLS):
                 time.sleep(_POLL_S)
-                folders = list(self.folder.glob(f"*{_TEMPORARY}*"))
+                folders = self._incomplete()
                 files, previous = [list(folder.walk()) for folder in folders], files
                 if files == previous:
                     break
@@ -285,10 +293,22 @@ class Checkpoints:
         barrier("meshpar: a failed save cleared")
         self._failed = False
 
+    def _incomplete(self) -> list[Any]:
+        """Return the folders of saves that were killed or failed, and of checkpoints whose removal was killed."""
+        if self._is_local:
+            return list(self.folder.glob(f"*{_TEMPORARY}*"))
+        names = {path.split("/")[-1] for path in self._bucket.glob(f"{self.folder}/*")} - {*map(str, self.steps())}
+        return [self.folder / name for name in names if name.isdecimal()]
+
     def _opened(self) -> Any:
         """Return the orbax manager. Creating it removes incomplete checkpoints of killed processes."""
         # Without this check, orbax retries for minutes in a background thread if the folder is not writable.
-        if jax.process_index() == 0:
+        if not self._is_local:
+            if self._manager is None and jax.process_index() == 0:
+                remote.check_access(str(self.folder), self._where)
+                for folder in self._incomplete():
+                    folder.rmtree()
+        elif jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe = self.folder / "writable"
             probe.unlink(missing_ok=True)
@@ -300,8 +320,14 @@ class Checkpoints:
             # The callback runs before the new checkpoint is renamed, so a complete checkpoint must stay.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
             in_background = ocp.options.AsyncOptions(post_finalization_callback=remove)
+            modes = ocp.options.AtomicityMode
             options = ocp.CheckpointManagerOptions(
-                create=True, cleanup_tmp_directories=True, async_options=in_background
+                create=True,
+                cleanup_tmp_directories=self._is_local,  # in a bucket, orbax would remove `SET_ASIDE`, too
+                async_options=in_background,
+                atomicity_options=ocp.options.AtomicityOptions(
+                    mode=modes.ATOMIC_RENAME if self._is_local else modes.COMMIT_FILE
+                ),
             )
             arrays = ocp.type_handlers.ArrayHandler(
                 use_replica_parallel=True,
@@ -318,15 +344,20 @@ class Checkpoints:
         """Remove all checkpoints except the newest `keep`.
 
         orbax would delete file by file, so a killed process could leave a partial checkpoint under a valid name. Here
-        the folder is renamed first. A partially deleted folder is then removed like an incomplete checkpoint.
+        the folder is hidden first. A partially deleted folder is then removed like an incomplete checkpoint.
         """
         if jax.process_index() == 0:
             for step in self.steps()[:-keep]:
                 folder = self.folder / str(step)
-                if self._is_local:  # a rename in a bucket is not atomic
-                    folder = folder.rename(f"{folder}{_TEMPORARY}-removed")
                 with contextlib.suppress(OSError):
-                    folder.rmtree()
+                    self._hide(folder).rmtree()
+
+    def _hide(self, folder: Any) -> Any:
+        """Make a checkpoint incomplete in an atomic operation, and return its new path."""
+        if self._is_local:
+            return folder.rename(f"{folder}{_TEMPORARY}-removed")
+        (folder / _COMMITTED).unlink()
+        return folder
 
     def stored(self, step: int | None = None) -> Mapping[str, Any]:
         """Return the shape and dtype of each array in a checkpoint, by path. The default step is the newest."""
@@ -365,10 +396,17 @@ class Checkpoints:
         text = f"this run restarted before step {min(steps)}; the checkpoints of steps {steps} are moved to {folder}"
         warnings.warn(f"{self.folder}: {text}", stacklevel=3)
         if jax.process_index() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            if self._is_local:
+                folder.mkdir(parents=True, exist_ok=True)
             for step in steps:
-                number = sum(1 for earlier in folder.iterdir() if earlier.name.split(".")[0] == str(step))
-                (self.folder / str(step)).rename(folder / (f"{step}.{number}" if number else str(step)))
+                earlier = folder.iterdir() if folder.exists() else ()
+                number = sum(1 for path in earlier if path.name.split(".")[0] == str(step))
+                source, target = self.folder / str(step), folder / (f"{step}.{number}" if number else str(step))
+                if self._is_local:
+                    source.rename(target)
+                else:  # copied first, so that a killed process leaves a complete checkpoint in one of the folders
+                    self._bucket.copy(f"{source}/", f"{target}/", recursive=True)
+                    self._hide(source).rmtree()
         barrier("meshpar: checkpoints set aside")
         if self._manager is not None:
             self._manager.reload()
@@ -399,7 +437,9 @@ def _damaged(checkpoint: Any, reason: str) -> _DamagedError:
 
 
 def bytes_of(folder: Any) -> int:
-    """Return the total bytes of the files in a local folder and its subfolders."""
+    """Return the total bytes of the files in a folder and its subfolders."""
+    if is_url(folder):
+        return remote.filesystem(remote.join(folder), f"folder {folder}").du(remote.join(folder))
     return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
 
 
@@ -715,6 +755,35 @@ def _filter_orbax_logs() -> None:
     logging.getLogger("absl").addFilter(is_kept)
     # If multiple writes fail, orbax raises the first error, and asyncio logs a traceback for each remaining error.
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+
+
+@functools.cache
+def _patch_kvstore() -> None:
+    """Make orbax use TensorStore's `s3` driver for s3:// URLs."""
+    # orbax knows how to write to gs:// only; its paths and TensorStore support both. There is no public API.
+    import orbax.checkpoint as ocp
+
+    module = getattr(getattr(ocp, "_src", None), "serialization", None)
+    build = getattr(getattr(module, "tensorstore_utils", None), "build_kvstore_tspec", None)
+    if not callable(build) or "directory" not in inspect.signature(build).parameters:
+        reason, fix = f"orbax {ocp.__version__} has other internal functions", "install orbax-checkpoint 0.12.8"
+        raise problem("checkpoints in a bucket", "write them", reason, fix, code="unsupported-version")
+
+    def to_s3(spec: Any) -> Any:
+        if not isinstance(spec, dict):
+            return [to_s3(item) for item in spec] if isinstance(spec, list) else spec
+        if spec.get("driver") == "gcs":
+            return remote.kvstore(f"s3://{spec['bucket']}/{spec['path']}")
+        return {key: to_s3(value) for key, value in spec.items()}
+
+    @functools.wraps(build)
+    def build_kvstore_tspec(directory: Any, *args: Any, **kwargs: Any) -> Any:
+        scheme, _, rest = str(directory).partition(":")
+        if scheme != "s3":
+            return build(directory, *args, **kwargs)
+        return to_s3(build(f"gs://{rest.lstrip('/')}", *args, **kwargs))
+
+    module.tensorstore_utils.build_kvstore_tspec = build_kvstore_tspec  # type: ignore[union-attr]
 
 
 @functools.cache

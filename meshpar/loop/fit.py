@@ -423,12 +423,17 @@ class Checkpointer(Hook):
       checkpoints: the checkpoints to save to. They are not closed.
       every: steps between two saves; None saves at the end only.
       retries: number of consecutive failed saves that do not stop the run.
+      before_save: function to call before each save, when the records up to the checkpoint have been handled.
     """
 
     order = 1
 
-    def __init__(self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3,
+        before_save: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._checkpoints, self._every = checkpoints, _check_every("Checkpointer", every)
+        self._before_save = before_save
         self._retries, self._failures, self._newest = retries, 0, -1
 
     def on_start(self, run: Run) -> None:
@@ -442,6 +447,7 @@ class Checkpointer(Hook):
         run.drain()
         try:
             with run.within("save"):
+                self._before_save()
                 self._checkpoints.save(run.state, data_state=run.data_state())
         except MeshparError as error:  # of this save, or of the previous background save
             if jax.process_count() > 1 and not isinstance(error, NoRoomError):
@@ -459,6 +465,7 @@ class Checkpointer(Hook):
     def on_end(self, run: Run, reason: str) -> None:
         if reason not in ("error", "nonfinite"):
             with run.within("save"):
+                self._before_save()
                 self._checkpoints.save(run.state, data_state=run.data_state(), wait=True)
 
 

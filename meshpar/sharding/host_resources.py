@@ -46,9 +46,14 @@ def check_file(
     return file
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL. `Path` replaces the two slashes by one."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
 def check_local(path: str | os.PathLike[str], where: str, fix: str) -> None:
     """Raise `ValueError` for a URL. As a path, it would be a folder with the name `gs:`."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # `Path` replaces the two slashes by one
+    if is_url(path):
         reason = "it is a URL, and only local files can be read and written"
         raise problem(where[:200], "use it", reason, fix, code="unsupported-feature")
 

@@ -1,0 +1,250 @@
+"""Run folders: local, or in a bucket with a local copy of all files except the checkpoints.
+
+    s3://bucket/runs/gpt/    checkpoints/   written and read by orbax
+                             metrics.jsonl, recipe.json, loss.png, ...   ◄── upload ── a temporary folder
+
+Objects cannot be appended to or mapped into memory, and have no locks. So a run writes local files, which are uploaded
+every `UPLOAD_EVERY_S` seconds, before each checkpoint and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.signals import scratch
+from meshpar.sharding import remote
+from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.host_resources import is_url
+
+CHECKPOINTS = "checkpoints"
+"""Subfolder of a run with its checkpoints."""
+UPLOAD_EVERY_S = 15.0
+"""Seconds between two uploads of changed files."""
+LEASE_S = 60.0
+"""A run in a bucket has ended if it has not renewed its lease for this time."""
+_LEASE = ".lease"
+
+
+class RunFolder:
+    """A folder of a run. `folder / name` is a local path; `str(folder)` is the path or URL for messages.
+
+    Attributes:
+      local: the folder, or the temporary copy of a folder in a bucket.
+      url: the URL of a folder in a bucket, or None.
+      uploads: whether files are uploaded in the background and after an error. The first `upload` turns it on.
+    """
+
+    def __init__(self, local: Path, url: str | None = None) -> None:
+        self.local, self.url = local, url
+        self._uploaded: dict[str, tuple[int, int]] = {}
+        self.uploads, self._lock, self._lost = False, threading.Lock(), False
+
+    def __str__(self) -> str:
+        return self.url or str(self.local)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.local / name
+
+    @property
+    def path(self) -> Any:
+        """The folder as a path that reads the files of finished runs: `epath.Path` in a bucket."""
+        from etils import epath
+
+        return self.local if self.url is None else epath.Path(self.url)
+
+    @property
+    def checkpoints(self) -> Any:
+        """The folder of the checkpoints, for `Checkpoints`."""
+        return self.local / CHECKPOINTS if self.url is None else remote.join(self.url, CHECKPOINTS)
+
+    def has_checkpoints(self) -> bool:
+        """Return whether this is a run; of a run in a bucket, whether it has a complete checkpoint."""
+        return self.checkpoints.is_dir() if self.url is None else bool(Checkpoints(self.checkpoints).steps())
+
+    def download(self) -> None:
+        """Copy all files except the checkpoints to the local folder."""
+        if self.url is None:
+            return
+        files, root = remote.filesystem(self.url, self._where), self.url.partition("://")[2]
+        with remote.accessing(self.url, self._where, "read it"), contextlib.suppress(FileNotFoundError):
+            names = [name for name in files.ls(root, detail=False) if Path(name).name not in (CHECKPOINTS, _LEASE)]
+            found = [path for name in names for path in files.find(name)]
+            targets = [self.local / path.removeprefix(f"{root}/") for path in found]
+            for target in targets:
+                if not target.resolve().is_relative_to(self.local.resolve()):
+                    reason, fix = "its name leads out of the folder", "remove the object"
+                    raise problem(self._where, f"copy {target.name}", reason, fix, code="bad-syntax")
+                target.parent.mkdir(parents=True, exist_ok=True)
+            if found:
+                files.get(found, list(map(str, targets)))
+        self._uploaded = self._states()
+
+    def upload(self) -> None:
+        """Upload the files that were changed since the last upload.
+
+        Raises:
+          ValueError: if that fails, or if another run has taken the folder over.
+        """
+        if self.url is None:
+            return
+        with self._lock, remote.accessing(self.url, self._where, "upload files to it"):
+            self.uploads = True
+            if self._lost:
+                reason, fix = "another run has taken it over", "use --name for another run"
+                raise problem(self._where, "write to it", reason, fix, code="conflict")
+            states = self._states()
+            changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
+            if changed:
+                targets = [remote.join(self.url, name) for name in changed]
+                remote.filesystem(self.url, self._where).put([str(self.local / name) for name in changed], targets)
+            self._uploaded = states
+
+    @property
+    def _where(self) -> str:
+        return f"run {self}"
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """Return the size and time of each file. Temporary files of `replace_file` and links are left out."""
+        states = {}
+        for path in self.local.rglob("*"):
+            if path.suffix != ".new" and not path.is_symlink():
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    if path.is_file():
+                        states[path.relative_to(self.local).as_posix()] = (status.st_size, status.st_mtime_ns)
+        return states
+
+    @contextlib.contextmanager
+    def leased(self, *, warn: Callable[[str], None]) -> Iterator[None]:
+        """Keep other runs out of a folder in a bucket during the block, and upload changed files meanwhile.
+
+        The lease is an object with a number that changes each `UPLOAD_EVERY_S`. After a run was killed, its lease does
+        not change. Clocks are not compared.
+
+        Raises:
+          ValueError: if the lease of another run changes while this method waits for it.
+        """
+        assert self.url is not None
+        files, path = remote.filesystem(self.url, self._where), remote.join(self.url, _LEASE)
+        identity = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "id": secrets.token_hex(8)}
+        with remote.accessing(self.url, self._where, "read its lease"):
+            self._await_lease(lambda: json.loads(files.cat_file(path)) if files.exists(path) else None, warn)
+        self.download()  # the other run may have ended in the meantime
+        ended, count = threading.Event(), 0
+
+        def renew() -> None:
+            nonlocal count
+            count += 1
+            files.pipe_file(path, json.dumps({**identity, "count": count}).encode())
+
+        def keep() -> None:
+            was_reported = False
+            while not ended.wait(UPLOAD_EVERY_S):
+                try:
+                    self._lost = json.loads(files.cat_file(path))["id"] != identity["id"]
+                    if self._lost:
+                        return  # the next `upload` raises
+                    renew()
+                    if self.uploads:
+                        self.upload()
+                    was_reported = False
+                except Exception as error:  # the next upload before a checkpoint raises, if this persists
+                    if not was_reported:
+                        warn(f"{self}: files could not be uploaded; the run continues and tries again ({error})")
+                    was_reported = True
+
+        with remote.accessing(self.url, self._where, "write its lease"):
+            renew()
+        thread = threading.Thread(target=keep, name="meshpar-uploads", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            if not self._lost:
+                with contextlib.suppress(Exception):  # an old lease only delays the next start
+                    files.rm_file(path)
+
+    def _await_lease(self, read: Callable[[], Any], warn: Callable[[str], None]) -> None:
+        first, deadline = read(), time.monotonic() + LEASE_S
+        is_dead = first is not None and first["machine"] == _machine() and not _is_running(first["pid"])
+        if first is None or is_dead:
+            return
+        owner = f"process {first['pid']} on {first['host']}"
+        warn(f"{self} has a lease of {owner}: waiting up to {LEASE_S:.0f} s to see whether it is renewed")
+        while time.monotonic() < deadline:
+            time.sleep(UPLOAD_EVERY_S / 10)
+            current = read()
+            if current is None:
+                return
+            if current != first:
+                fix = "wait for it, stop it, or use --name for another run"
+                raise problem(self._where, "write to it", f"{owner} is training in this folder", fix, code="conflict")
+
+
+def _machine() -> str:
+    """Return a name of this boot and of this container, in which process ids are unique."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return secrets.token_hex(8)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def run_folder(path: str | os.PathLike[str], *, write: bool = False) -> Iterator[RunFolder]:
+    """Yield the folder of a run. A folder in a bucket is copied to a temporary folder without its checkpoints.
+
+    Args:
+      path: a local path, or a gs:// or s3:// URL.
+      write: whether to check that this process can write to a bucket, and to upload changed files after the block.
+
+    Raises:
+      ValueError: if the scheme is not supported or the bucket cannot be used.
+    """
+    if not is_url(path):
+        yield RunFolder(Path(path))
+        return
+    url = remote.join(path)
+    if write:
+        remote.check_access(url, f"run {url}")
+    temporary = Path(tempfile.mkdtemp(prefix="meshpar-run-"))
+    scratch.add(temporary)  # on Ctrl-C the command may exit without running the `finally` block
+    folder = RunFolder(temporary / url.rpartition("/")[2], url)
+    try:
+        folder.download()
+        yield folder
+        if write:
+            folder.upload()
+    except BaseException as error:
+        if folder.uploads:
+            try:
+                folder.upload()
+            except MeshparError as upload_error:
+                error.add_note(str(upload_error))  # the error that ended the block is more important
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        scratch.discard(temporary)
