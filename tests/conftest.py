@@ -1,26 +1,20 @@
 """What every test stands on: eight XLA host devices, set up before jax is imported anywhere.
 
-Fixtures, for whoever names them: `mesh8`, `strict`, `pod`, `child_env`, `bucket`, `meshpar`. `Costs` reports what tests
-cost.
+Fixtures, for whoever names them: `mesh8`, `strict`, `pod`, `child_env`, `meshpar`, and those of `buckets.py`. `Costs`
+reports what tests cost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import resource
-import secrets
 import shutil
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 XLA_FLAGS = {
@@ -66,6 +60,8 @@ GIVEN_ENV = dict(os.environ)
 import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the environment above must come first)
 import pytest  # noqa: E402
+
+from tests.buckets import bucket, gs_bucket, gs_server, s3_server  # noqa: E402, F401 - fixtures
 
 # No verdict hangs on the clock: machines that run tests are busy.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -237,42 +233,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             file = test.partition("::")[0]
             cpu_s[file] = cpu_s.get(file, 0) + row[0]
     items.sort(key=lambda item: -cpu_s.get(item.path.name, cpu_s.get(item.nodeid.partition("::")[0], 0)))
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
-    """The address of an S3 server on loopback."""
-    if importlib.util.find_spec("moto") is None:
-        pytest.skip("moto is not installed; it is in the `dev` extra")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": GIVEN_ENV}
-    with subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], **quiet) as server:
-        deadline = time.monotonic() + 120
-        while True:
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-        server.terminate()
-
-
-@pytest.fixture
-def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The URL of an empty bucket. This process and its children have access to it."""
-    import fsspec
-
-    for name, value in {
-        "AWS_ENDPOINT_URL": s3_server, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
-        "MESHPAR_CACHE": str(tmp_path / "cache"),
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    name = f"test-{secrets.token_hex(8)}"
-    fsspec.filesystem("s3", use_listings_cache=False).mkdir(name)
-    return f"s3://{name}"
 
 
 @pytest.fixture

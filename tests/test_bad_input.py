@@ -266,7 +266,7 @@ QUICK = [
     ["train", "recipe.py", "--devices", 5000],
     [*TRAIN, "--text", "pipe"],
     [*TRAIN, "--tokenizer", "pipe.json"],
-    [*TRAIN, "--out", "gs://bucket/runs"],
+    [*TRAIN, "--out", "az://bucket/runs"],
     [*TRAIN, "--set", "data.cache=s3://bucket/tokens"],
     [*TRAIN, "--set", "model.vocab_size=4000000000"],  # more memory than there is
     [*TRAIN, "--set", "data.prefetch=100000000"],

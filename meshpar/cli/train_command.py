@@ -422,13 +422,8 @@ def _prepared(folder: RunFolder, program: StepProgram, *, fresh: bool, accept: b
 
 
 @contextlib.contextmanager
-<<<<<<< HEAD
-def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Remove recipe.json, sharding.json and sharding.txt if the block fails before the first checkpoint."""
-=======
 def _cleaned_up(folder: RunFolder, checkpoints: Checkpoints) -> Iterator[None]:
-    """Remove the files that describe the run if the block fails before its first checkpoint."""
->>>>>>> f7401918 (train: write runs to buckets, and read data files by URL)
+    """Remove recipe.json, sharding.json and sharding.txt if the block fails before the first checkpoint."""
     try:
         yield
     except BaseException:
@@ -522,12 +517,8 @@ def _json_finite(value: Any) -> Any:
 def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: RunFolder) -> dict[str, str]:
     totals = setup.table.totals
     per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
-<<<<<<< HEAD
-    accumulation = f" in {recipe.step.accumulate} microbatches" if recipe.step.accumulate > 1 else ""
-=======
     has_urls = any(map(is_url, getattr(recipe.data, "files", ())))
-    accumulation = f" in {recipe.accumulate} microbatches" if recipe.accumulate > 1 else ""
->>>>>>> f7401918 (train: write runs to buckets, and read data files by URL)
+    accumulation = f" in {recipe.step.accumulate} microbatches" if recipe.step.accumulate > 1 else ""
     return {
         "run": str(folder),
         "devices": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",

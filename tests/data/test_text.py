@@ -7,6 +7,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -65,6 +66,23 @@ def test_find_returns_the_matches_of_globs(tmp_path, monkeypatch):
     assert names("a/**") == ["b/z.log", "w.txt", "y.log"]
     assert names("a/.h*") == [".h.log"]
     assert names("[ax].*") == ["x.log"]
+
+
+def test_data_by_url_equals_local_data(bucket, tmp_path):
+    root = write(tmp_path / "data", x_log="x", y_txt="y", a__y_jsonl='{"text": "1"}', a__b__z_log="z", a__e_txt="e")
+    (root / ".h.txt").write_text("hidden")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["p", "q"]}), root / "a" / "t.parquet")
+    fsspec.filesystem("s3").put(str(root), f"{bucket}/data", recursive=True)
+    for entries in (
+        ("",), ("/",), ("/x.log",), ("/*.log",), ("/**/*.log",), ("/a/*",), ("/**",), ("/.*",),
+        ("/a/b/*.log", "/**/*.log"), ("/a/t.parquet", "/y.txt"),
+    ):  # fmt: skip
+        local, urls = ([f"{prefix}{entry}" for entry in entries] for prefix in (root, f"{bucket}/data"))
+        assert names(*urls) == names(*local), entries
+        assert texts(*urls) == texts(*local), entries
+    for entry in ("/none.txt", "/*.none"):
+        with raises("not-found"):
+            find([f"{bucket}/data{entry}"])
 
 
 def test_find_removes_duplicates_and_links(tmp_path):
