@@ -275,7 +275,9 @@ The options of the first row are compared later, as fields of the recipe. `as_js
 @devices_option
 @click.option("--steps", metavar="N", type=click.IntRange(min=1), help="Same as --set steps=N.")
 @click.option("--name", metavar="NAME", help="Same as --set name=NAME. The run writes to OUT/NAME/.")
-@click.option("--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs.")
+@click.option(
+    "--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs; may be a gs:// or s3:// URL."
+)
 @click.option("--fresh", is_flag=True, help="Start from step 0 and rename the folder of an earlier run.")
 @click.option(
     "--accept-changes", is_flag=True,

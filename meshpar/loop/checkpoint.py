@@ -320,14 +320,15 @@ class Checkpoints:
             # The callback runs before the new checkpoint is renamed, so a complete checkpoint must stay.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
             in_background = ocp.options.AsyncOptions(post_finalization_callback=remove)
-            modes = ocp.options.AtomicityMode
+            more: dict[str, Any] = {}
+            if not self._is_local:
+                mode = ocp.options.AtomicityMode.COMMIT_FILE
+                more = {"atomicity_options": ocp.options.AtomicityOptions(mode=mode)}
             options = ocp.CheckpointManagerOptions(
                 create=True,
                 cleanup_tmp_directories=self._is_local,  # in a bucket, orbax would remove `SET_ASIDE`, too
                 async_options=in_background,
-                atomicity_options=ocp.options.AtomicityOptions(
-                    mode=modes.ATOMIC_RENAME if self._is_local else modes.COMMIT_FILE
-                ),
+                **more,
             )
             arrays = ocp.type_handlers.ArrayHandler(
                 use_replica_parallel=True,
