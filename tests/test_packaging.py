@@ -49,7 +49,7 @@ def test_dependencies_are_pinned_to_matching_versions(python: str) -> None:
                 assert requirement.specifier.contains(version, prereleases=True), f"{text}, pinned to {version}"
 
 
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {"absl": "absl-py", "google": "google-auth", "orbax": "orbax-checkpoint"}
 """Import names whose distribution on PyPI has another name."""
 
 

@@ -517,7 +517,7 @@ def _json_finite(value: Any) -> Any:
 def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: RunFolder) -> dict[str, str]:
     totals = setup.table.totals
     per_device = {"params": totals.params_bytes, "grads": totals.grads_bytes, "optimizer": totals.optimizer_bytes}
-    has_urls = any(map(is_url, getattr(recipe.data, "files", ())))
+    has_urls = any(f'"{scheme}://' in json.dumps(recipe.to_json()["data"]) for scheme in remote.SCHEMES)
     accumulation = f" in {recipe.step.accumulate} microbatches" if recipe.step.accumulate > 1 else ""
     return {
         "run": str(folder),

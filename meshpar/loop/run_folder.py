@@ -4,7 +4,7 @@
                              metrics.jsonl, recipe.json, loss.png, ...   ◄── upload ── a temporary folder
 
 Objects cannot be appended to or mapped into memory, and have no locks. So a run writes local files, which are uploaded
-every `UPLOAD_EVERY_S` seconds, before each checkpoint and at the end.
+periodically, before each checkpoint and at the end.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ class RunFolder:
         self._uploaded = self._states()
 
     def upload(self) -> None:
-        """Upload the files that were changed since the last upload.
+        """Upload the files that changed since the last upload.
 
         Raises:
-          ValueError: if that fails, or if another run has taken the folder over.
+          ValueError: if an upload fails, or if a second run has replaced the lease.
         """
         if self.url is None:
             return
         with self._lock, remote.accessing(self.url, self._where, "upload files to it"):
             self.uploads = True
             if self._lost:
-                reason, fix = "another run has taken it over", "use --name for another run"
+                reason, fix = "a second run has replaced the lease of this run", "use a different --name"
                 raise problem(self._where, "write to it", reason, fix, code="conflict")
             states = self._states()
             changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
@@ -128,13 +128,13 @@ class RunFolder:
 
     @contextlib.contextmanager
     def leased(self, *, warn: Callable[[str], None]) -> Iterator[None]:
-        """Keep other runs out of a folder in a bucket during the block, and upload changed files meanwhile.
+        """Refuse a second run in this folder during the block, and upload changed files in the background.
 
-        The lease is an object with a number that changes each `UPLOAD_EVERY_S`. After a run was killed, its lease does
-        not change. Clocks are not compared.
+        The lease is an object with a counter, which increases every `UPLOAD_EVERY_S` seconds while the run is alive.
+        Clocks of hosts are not compared.
 
         Raises:
-          ValueError: if the lease of another run changes while this method waits for it.
+          ValueError: if the folder has a lease whose counter increases.
         """
         assert self.url is not None
         files, path = remote.filesystem(self.url, self._where), remote.join(self.url, _LEASE)
@@ -191,7 +191,7 @@ class RunFolder:
             if current is None:
                 return
             if current != first:
-                fix = "wait for it, stop it, or use --name for another run"
+                fix = "stop that process, wait until it ends, or use a different --name"
                 raise problem(self._where, "write to it", f"{owner} is training in this folder", fix, code="conflict")
 
 

@@ -24,7 +24,7 @@ _PROBE_S = 60.0
 
 
 def join(url: str | os.PathLike[str], *names: str) -> str:
-    """Return the URL of a file in a folder. A `Path` has only one slash after the scheme, which is corrected."""
+    """Return the URL of a file in a folder. Accepts a `Path`, which lacks a slash after the scheme."""
     scheme, _, rest = str(url).partition(":")
     return f"{scheme}://" + "/".join([rest.strip("/"), *names])
 
@@ -79,8 +79,8 @@ def accessing(url: str, where: str, requested: str) -> Iterator[None]:
         elif isinstance(error, PermissionError):
             reason, code, fix = f"access is denied ({text})", "not-writable", "use credentials with access to it"
         elif isinstance(error, FileNotFoundError):
-            reason, code = f"there is no such bucket or object ({text})", "missing-file"
-            fix = f"create the bucket {bucket}, or name an existing one"
+            reason, code = f"the bucket or the object does not exist ({text})", "missing-file"
+            fix = f"create the bucket {bucket}, or use an existing bucket"
         raise problem(where[:200], requested, reason, fix, code=code) from error
 
 
@@ -135,8 +135,8 @@ def cache_folder() -> Path:
 def fetch(objects: Mapping[str, Mapping[str, Any]], where: str) -> list[Path]:
     """Return local copies of objects, from their URLs and fsspec's information about them.
 
-    An object is downloaded once. The folder of a copy depends on the version of the object, so a changed object is
-    downloaded again. The path of a copy ends in the path of its object.
+    An object is downloaded once. The folder of a copy depends on the object's version, so a changed object is
+    downloaded again. The path of a copy ends with the path of the object.
     """
     copies, missing = [], dict[str, Path]()
     for url, info in objects.items():
@@ -144,7 +144,7 @@ def fetch(objects: Mapping[str, Mapping[str, Any]], where: str) -> list[Path]:
         digest = hashlib.blake2b(" ".join([url, *version]).encode(), digest_size=16).hexdigest()
         parts = url.partition("://")[2].split("/")
         if {"", ".", ".."} & {*parts}:
-            reason = "a component of its name is empty or consists of dots"
+            reason = "its name has a component that is empty or consists of dots"
             raise problem(where, f"copy {url[:200]}", reason, "rename the object", code="bad-syntax")
         copies.append(cache_folder().joinpath("files", digest, *parts))
         if not copies[-1].is_file():
