@@ -47,7 +47,10 @@ if TYPE_CHECKING:
     )
     from meshpar.parallel.batch import shard_batch
     from meshpar.planner.plan import plan
-    from meshpar.sharding.adapters import Model, explicit, from_functions, from_linen, from_nnx
+    from meshpar.sharding.adapters.functions import from_functions
+    from meshpar.sharding.adapters.linen import from_linen
+    from meshpar.sharding.adapters.model import Model, explicit
+    from meshpar.sharding.adapters.nnx import from_nnx
     from meshpar.sharding.context import constrain, use_rules
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated

@@ -197,7 +197,7 @@ FAULTS = (
     Fault("positions go on from conversation to conversation", "data/chat.py",
         '"positions"][row, to] = np.arange(len(ids) - 1)',
         '"positions"][row, to] = np.arange(to.start, to.stop)', "data/test_chat.py"),
-    Fault("what a Linen module sows outlives its call", "sharding/adapters.py",
+    Fault("what a Linen module sows outlives its call", "sharding/adapters/linen.py",
         "**_without(self.extra, self.info.sown)}", "**self.extra}", "sharding/test_adapters.py"),
     Fault("collectives on a link do not wait for each other", "inspect/timeline/simulator.py",
         "start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))",

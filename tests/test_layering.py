@@ -100,7 +100,7 @@ def test_only_the_version_is_imported_from_the_package_root() -> None:
 @pytest.mark.parametrize(
     ("folders", "packages", "exceptions"),
     [
-        (WITHOUT_FLAX, {"flax"}, ("sharding.adapters", "training.lora")),
+        (WITHOUT_FLAX, {"flax"}, ("sharding.adapters.linen", "sharding.adapters.nnx", "training.lora")),
         (("schedules",), {"jax", "flax"}, ()),
     ],
 )

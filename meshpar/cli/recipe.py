@@ -37,7 +37,7 @@ from meshpar.optim.orthogonalized import matrices, muon
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.
-from meshpar.sharding.adapters import Model
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_file, check_unicode
 from meshpar.sharding.mesh import MeshSpec

@@ -35,7 +35,7 @@ from meshpar.parallel import Strategy, ddp, parse_strategy
 from meshpar.parallel.candidates import candidates, kinds
 from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.schedules import SCHEDULES
-from meshpar.sharding.adapters import Model
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import MeshparError, PyTree, check_choice, problem, tree_leaves_with_paths

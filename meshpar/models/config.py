@@ -10,7 +10,7 @@ from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.errors import check_bool, check_choice, check_int, check_number, check_positive_int, problem
 
 if TYPE_CHECKING:
-    from meshpar.sharding.adapters import Model
+    from meshpar.sharding.adapters.model import Model
 
 Attention = Literal["xla", "blockwise", "cudnn", "tokamax"]
 TensorMatmul = Literal["xla", "overlapped"]
@@ -289,6 +289,6 @@ class TransformerConfig:
     def build(self) -> Model:
         """Return the NNX `Transformer` with this config, as a `Model`."""
         from meshpar.models.transformer import Transformer
-        from meshpar.sharding.adapters import from_nnx
+        from meshpar.sharding.adapters.nnx import from_nnx
 
         return from_nnx(lambda rngs: Transformer(self, rngs=rngs))

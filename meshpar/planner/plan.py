@@ -34,7 +34,7 @@ from meshpar.planner.calibration import SEARCH
 from meshpar.planner.layout import FIX, Layout
 from meshpar.planner.search import Found, Search
 from meshpar.planner.workload import Workload, batch_of, describe, value_of
-from meshpar.sharding.adapters import Model
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing
 from meshpar.sharding.errors import check_int, check_positive_int
 from meshpar.sharding.host_resources import read_json, write_json

@@ -35,7 +35,7 @@ from meshpar.moe.transport_choice import compiled_for
 from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_rows, shape_of
 from meshpar.parallel.expected.step_spec import with_layers
-from meshpar.sharding.adapters import Model
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing
 from meshpar.sharding.jaxprs import equations, has_scope
 from meshpar.sharding.mesh import MeshSpec

@@ -24,7 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.precision import cast_floating, check_bits, dot_general
 from meshpar.layers.scan import Adapted
-from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of, linen_methods
+from meshpar.sharding.adapters.model import Model, Variables
+from meshpar.sharding.adapters.random_keys import key_of
 from meshpar.sharding.context import ambient, apart, spec_of, tracing
 from meshpar.sharding.errors import check_cases, check_number
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
@@ -321,7 +322,7 @@ def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -
 
 
 def _on_nnx(lora: Lora, model: Model) -> Model:
-    from meshpar.sharding.adapters import from_nnx
+    from meshpar.sharding.adapters.nnx import from_nnx
 
     adapted = _NnxAdapters(lora, model.build)
     result = from_nnx(adapted)
@@ -444,6 +445,8 @@ class _LinenAdapters:
         self._adapted: dict[str, _Layer] = {}
 
     def init(self, key: jax.Array) -> Variables:
+        from meshpar.sharding.adapters.linen import linen_methods
+
         dims_of: dict[str, tuple[int, int]] = {}
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -475,38 +478,28 @@ class _LinenAdapters:
                     result[_below(layer.pair_path(path), name)] = names
         return result
 
-    def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
-        plain = self._model.bind(params, extra)
-        return _BoundWithPairs(self._lora, self._adapted, plain.module, plain.info, params, plain.extra)
+    def bind(self, params: PyTree, extra: PyTree) -> Any:
+        bound = self._model.bind(params, extra)
+        bound.interceptor = self._add
+        return bound
 
-
-class _BoundWithPairs(BoundLinen):
-    """A bound Linen module in which some layers have pairs."""
-
-    def __init__(self, lora: Lora, layers: Mapping[str, _Layer], *args: Any) -> None:
-        super().__init__(*args)
-        self._lora, self._layers = lora, layers
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def add(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            y, module = call(*args, **kwargs), context.module
-            if context.method_name == "weight" and hasattr(module, "adapted"):
-                pair = module.variables.get("params", {}).get(args[0] + LORA_SUFFIX)
-                return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
-            pair, path = module.variables.get("params", {}), "/".join(module.path)
-            if context.method_name == "product" and hasattr(module, "adapted"):
-                pair, path = pair.get(args[1] + LORA_SUFFIX, {}), _below(path, args[1])
-            elif context.method_name != "__call__" or _linen_dims(module) is None:
-                return y
-            if INWARD not in pair:
-                return y
-            x = args[0] if args else kwargs["inputs"]
-            # In stacked layers, `module.path` is only the end of the path. Layers with equal ends have equal shapes.
-            layer = next(layer for name, layer in self._layers.items() if f"/{name}".endswith(f"/{path}"))
-            return _added(self._lora, path, layer, y, x, pair[INWARD], pair[OUTWARD])
-
-        with linen_methods(add):
-            return super().__call__(*args, **kwargs)
+    def _add(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Call a method of a module, and add the output of the pair."""
+        y, module = call(*args, **kwargs), context.module
+        if context.method_name == "weight" and hasattr(module, "adapted"):
+            pair = module.variables.get("params", {}).get(args[0] + LORA_SUFFIX)
+            return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
+        pair, path = module.variables.get("params", {}), "/".join(module.path)
+        if context.method_name == "product" and hasattr(module, "adapted"):
+            pair, path = pair.get(args[1] + LORA_SUFFIX, {}), _below(path, args[1])
+        elif context.method_name != "__call__" or _linen_dims(module) is None:
+            return y
+        if INWARD not in pair:
+            return y
+        x = args[0] if args else kwargs["inputs"]
+        # In stacked layers, `module.path` is only the end of the path. Layers with equal ends have equal shapes.
+        layer = next(layer for name, layer in self._adapted.items() if f"/{name}".endswith(f"/{path}"))
+        return _added(self._lora, path, layer, y, x, pair[INWARD], pair[OUTWARD])
 
 
 def _linen_dims(module: Any) -> tuple[int, int] | None:

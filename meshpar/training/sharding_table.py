@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.optim.moments import on_host
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import Model, Variables
+from meshpar.sharding.adapters.model import Model, Variables
 from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import Printed, human_mesh

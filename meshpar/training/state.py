@@ -19,16 +19,8 @@ from meshpar.layers.precision import Precision, as_precision, cast_floating
 from meshpar.optim.orthogonalized import Updating
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.batch import StepBatch, batch_sharding, split_by
-from meshpar.sharding.adapters import (
-    OVERWRITTEN,
-    Model,
-    call_through,
-    is_key,
-    key_data_like,
-    key_impls,
-    with_key_types,
-    without_key_types,
-)
+from meshpar.sharding.adapters.model import OVERWRITTEN, Model
+from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_impls, with_key_types, without_key_types
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.context import apart, replacing_mesh, tracing
 from meshpar.sharding.errors import check_cases
@@ -266,7 +258,7 @@ class TrainState:
         check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
         is_plain = jax.sharding.get_abstract_mesh().empty and not is_typed(self.setup.given_mesh)
-        return bound if is_plain else call_through(bound, self.setup.called)
+        return bound if is_plain else self.setup.model.intercept(bound, self.setup.called)
 
 
 def check_state(where: str, state: Any) -> None:

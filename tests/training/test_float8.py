@@ -23,7 +23,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing, grouped_matmul, grouped_swiglu
 from meshpar.parallel.expected.fp8_scales import SCALES
 from meshpar.planner.workload import describe
-from meshpar.sharding.adapters import OVERWRITTEN
+from meshpar.sharding.adapters.model import OVERWRITTEN
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import assert_same
 from tests.grid import cases

@@ -10,7 +10,7 @@ import jax
 
 from meshpar.hardware.compile_options import Options
 from meshpar.layers.losses import Loss, MicrobatchTotals
-from meshpar.sharding.adapters import OVERWRITTEN
+from meshpar.sharding.adapters.model import OVERWRITTEN
 from meshpar.sharding.types import MeshparError, PyTree, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
