@@ -23,38 +23,6 @@ OVERWRITTEN = "_overwrite_with_gradient"
 """Flax's collection for scales and histories of 8-bit matmuls. The gradient of each variable is its next value."""
 
 
-def intercepted(bound: Any, through: Callable[..., Any]) -> Any:
-    """Return a bound model whose call becomes `through(bound, *args, **kwargs)`."""
-    if isinstance(bound, functools.partial):
-        return functools.partial(through, bound)
-    wrap_methods(bound, through, ("__call__",))
-    return bound
-
-
-def wrap_methods(module: Any, through: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Wrap methods of a new module: each call becomes `through(method, *args, **kwargs)`.
-
-    Flax NNX has no public API to intercept method calls, like `nn.intercept_methods` in Linen: `nnx.capture` records
-    outputs, but cannot change them. Python looks up `__call__` in the class, so the class is replaced by a subclass.
-    """
-    object.__setattr__(module, "__class__", _wrapped_class(cast(Any, type(module)), through, names))
-
-
-@functools.lru_cache(maxsize=4096)
-def _wrapped_class(cls: Any, through: Callable[..., Any], names: tuple[str, ...]) -> Any:
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return through(functools.partial(method, self), *args, **kwargs)
-
-        return wrapped
-
-    methods = {
-        name: wrap(getattr(cls, name)) for name in names if inspect.isfunction(inspect.getattr_static(cls, name, None))
-    }
-    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
-
-
 class Variables(NamedTuple):
     """Arrays of a model, as nested dicts."""
 
@@ -83,7 +51,7 @@ class Model:
     """Return the paths in `extra` of batch statistics: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
     is_explicit: bool = False
     """Whether model and loss determine all shardings themselves; see `explicit`."""
-    intercept: Callable[[Any, Callable[..., Any]], Any] = intercepted
+    intercept: Callable[[Any, Callable[..., Any]], Any] = lambda bound, through: intercepted(bound, through)
     """Wrap the methods of a newly bound model: each call becomes `through(method, *args, **kwargs)`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
     """Return `extra` for the next step. Called after all micro-steps of a training step."""
@@ -136,6 +104,38 @@ def explicit(model: Model) -> Model:
         fix = "pass the result of mp.from_nnx, from_linen or from_functions, without adapters"
         raise problem("mp.explicit", "trace the model on Explicit axes", reason, fix, code="unsupported-feature")
     return dataclasses.replace(model, is_explicit=True)
+
+
+def intercepted(bound: Any, through: Callable[..., Any]) -> Any:
+    """Return a bound model whose call becomes `through(bound, *args, **kwargs)`."""
+    if isinstance(bound, functools.partial):
+        return functools.partial(through, bound)
+    wrap_methods(bound, through, ("__call__",))
+    return bound
+
+
+def wrap_methods(module: Any, through: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Wrap methods of a new module: each call becomes `through(method, *args, **kwargs)`.
+
+    Flax NNX has no public API to intercept method calls, like `nn.intercept_methods` in Linen: `nnx.capture` records
+    outputs, but cannot change them. Python looks up `__call__` in the class, so the class is replaced by a subclass.
+    """
+    object.__setattr__(module, "__class__", _wrapped_class(cast(Any, type(module)), through, names))
+
+
+@functools.lru_cache(maxsize=4096)
+def _wrapped_class(cls: Any, through: Callable[..., Any], names: tuple[str, ...]) -> Any:
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return through(functools.partial(method, self), *args, **kwargs)
+
+        return wrapped
+
+    methods = {
+        name: wrap(getattr(cls, name)) for name in names if inspect.isfunction(inspect.getattr_static(cls, name, None))
+    }
+    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
 
 
 def with_raw_keys(model: Model) -> Model:
