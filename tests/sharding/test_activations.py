@@ -123,7 +123,7 @@ def test_outputs_of_unnamed_modules_are_sharded_by_batch(kind, monkeypatch):
     report = mp.explain(step, state, X)
     assert not report.matching.unexpected
     state, metrics = step(state, X)
-    monkeypatch.setattr(adapters, "constrain_output", lambda path, out: out)
+    monkeypatch.setattr(f"meshpar.sharding.adapters.{kind}.constrain_output", lambda path, out: out)
     state, step = _state(MODELS[kind]()), mp.train_step(_loss)
     with pytest.warns(UserWarning, match="constrain"):
         assert mp.explain(step, state, X).matching.unexpected
