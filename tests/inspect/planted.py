@@ -1,7 +1,7 @@
-"""Programs with one costly mistake each, as people make them, and the reference decoder under every strategy.
+"""Programs with a costly mistake each, and a small decoder under each strategy.
 
-Every builder gives a `Plant`: a step to compile, and what is to be found in it. Some mistakes are findings of the lint,
-others (`rule` is empty) show only as collectives that no strategy expects.
+Each builder returns a `Plant`: a step, and the lint finding that it must cause. If `rule` is empty, the mistake causes
+only unexpected collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plant:
-    """A step to compile, with its mistake."""
+    """A step with a mistake."""
 
     model: mp.Model
     strategy: mp.Strategy
@@ -41,19 +41,19 @@ class Plant:
     step: mp.TrainStep
     batch: dict[str, jax.ShapeDtypeStruct]
     rule: str = ""
-    """The finding it must give, and the only one; empty: none."""
+    """Rule of the only lint finding. Empty if there is no finding."""
     module: str = ""
     """Module path of the mistake."""
     cluster: str = "h100:1x8"
 
     @functools.cached_property
     def state(self) -> mp.TrainState:
-        """The abstract state."""
+        """Return the abstract state."""
         return mp.abstract_state(self.model, optax.adam(1e-3), mesh=self.mesh, strategy=self.strategy)
 
     @property
     def on_cpu(self) -> Plant:
-        """The same on the CPU devices of this process."""
+        """Return the plant on the CPU devices of this process."""
         sizes = dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
         return dataclasses.replace(self, mesh=mp.MeshSpec(**sizes, inside_node=()).build())
 
@@ -70,14 +70,14 @@ def init(key: jax.Array) -> dict[str, Any]:
 
 
 def mlp(x, w):
-    """[B T E] -> [B T E]: what stands in a layer."""
+    """Apply a layer: [B T E] -> [B T E]."""
     with jax.named_scope("mlp"):
         h = mp.constrain(jax.nn.relu(x @ w["up"]), "batch", "seq", "act_mlp")
         return x + mp.constrain(h @ w["down"], "batch", "seq", "act_embed")
 
 
 def decoder(params, tokens, layer=mlp, before=lambda x: x):
-    """Logits [B T V] with `layer` in a scan over layers."""
+    """Return logits [B T V], with a scan of `layer`."""
     with jax.named_scope("embed"):
         rows = jax.nn.one_hot(tokens, VOCAB, dtype=params["embed"].dtype)
         x = mp.constrain(rows @ params["embed"], "batch", "seq", "act_embed")
@@ -110,7 +110,7 @@ def plant(
     cluster="h100:1x8",
     **axes,
 ) -> Plant:
-    """A plant in the decoder above."""
+    """Return a plant in this decoder."""
     return Plant(
         model=mp.from_functions(init, apply or (lambda params, tokens: decoder(params, tokens, layer)), names=names),
         strategy=strategy or mp.fsdp(),
@@ -124,17 +124,17 @@ def plant(
 
 
 def batch() -> dict[str, jax.ShapeDtypeStruct]:
-    """Tokens and what follows each."""
+    """Return tokens and their targets."""
     return {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in ("inputs", "targets")}
 
 
 def nothing() -> Plant:
-    """The decoder as it should be."""
+    """Return the decoder without a mistake."""
     return plant()
 
 
 def gathered_activation() -> Plant:
-    """Rows are put in an order that is known at run time only, so every row goes everywhere."""
+    """Permute examples by indices that are known at run time only, so that each example is sent to all devices."""
 
     def layer(x, w):
         with jax.named_scope("order"):
@@ -145,7 +145,7 @@ def gathered_activation() -> Plant:
 
 
 def whole_batch() -> Plant:
-    """A constraint with no names lays the residual stream whole on every device, which then all do the same work."""
+    """Replicate the residual stream with a constraint without names, so that all devices repeat the same work."""
 
     def layer(x, w):
         with jax.named_scope("mlp"):
@@ -157,7 +157,7 @@ def whole_batch() -> Plant:
 
 
 def reshaped_batch() -> Plant:
-    """Gradient accumulation by hand: a plain reshape gives each micro-step the rows of a few devices."""
+    """Divide the batch into micro-steps with a reshape, so that each micro-step has examples of a few devices."""
 
     def loss(model, batch, key):
         micro = jax.tree.map(lambda x: x.reshape(2, ROWS // 2, SEQ), batch)
@@ -169,7 +169,7 @@ def reshaped_batch() -> Plant:
 
 
 def names_in_wrong_order() -> Plant:
-    """`seq` and `batch` changed places: the rows are gathered and the sequence split instead."""
+    """Swap `seq` and `batch`: examples are gathered, and the sequence is sharded instead."""
 
     def layer(x, w):
         with jax.named_scope("mlp"):
@@ -180,7 +180,7 @@ def names_in_wrong_order() -> Plant:
 
 
 def wrong_name() -> Plant:
-    """The residual stream under the name of the hidden layer: split over `tensor` where it should be whole."""
+    """Use the name of the hidden layer for the residual stream, which shards it over `tensor`."""
 
     def layer(x, w):
         with jax.named_scope("mlp"):
@@ -191,7 +191,7 @@ def wrong_name() -> Plant:
 
 
 def float32_weights() -> Plant:
-    """Mixed precision by hand: a layer's weights are cast behind the constraint that gathers them."""
+    """Cast the weights of a layer after the constraint that gathers them."""
 
     def layer(x, w):
         with jax.named_scope("mlp"):
@@ -207,14 +207,14 @@ def float32_weights() -> Plant:
 
 
 def replicated_embedding() -> Plant:
-    """A path rule leaves the embedding whole on every device."""
+    """Replicate the embedding with a path rule."""
     rules = mp.Rules(paths={"embed": mp.replicated})
     strategy = mp.fsdp() | mp.custom(params=rules, grads=rules, optimizer=rules)
     return plant("replicated", "embed", strategy=strategy.replace(big_leaf_bytes=2**18))
 
 
 def loop_invariant_gather() -> Plant:
-    """One layer applied four times gathers its weights four times."""
+    """Apply a layer four times, which gathers its weights four times."""
 
     def apply(params, tokens):
         shared = jax.tree.map(lambda w: w[0], params["layers"])
@@ -224,7 +224,7 @@ def loop_invariant_gather() -> Plant:
 
 
 def sliced_all_reduce() -> Plant:
-    """A kernel sums whole arrays and every device keeps its own part, counted from the end."""
+    """All-reduce full arrays in a kernel, of which each device keeps a shard, in reverse order."""
     mesh = mp.MeshSpec(fsdp=8).abstract()
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
@@ -243,14 +243,14 @@ def sliced_all_reduce() -> Plant:
 
 
 def tensor_over_nodes() -> Plant:
-    """Eight-way tensor parallelism on nodes of four GPUs."""
+    """Use tensor parallelism over eight GPUs on nodes with four GPUs."""
     return plant(
         "slow-axis", "gradients/layers/mlp", strategy=mp.ddp() | mp.tensor_parallel(), cluster="h100:2x4", tensor=8
     )
 
 
 def flipped_split() -> Plant:
-    """Two axes trade the dims they split, which the partitioner can only do by gathering the whole array."""
+    """Exchange the dims of two mesh axes, for which the partitioner gathers the full array."""
     mesh = mp.MeshSpec(data=2, tensor=4).abstract()
 
     def flip(x):
@@ -270,7 +270,7 @@ def flipped_split() -> Plant:
 
 
 def whole_heads() -> Plant:
-    """Attention whose heads have no name: every device of `tensor` computes all of them."""
+    """Leave the heads of attention without a name, so that each device of `tensor` computes all heads."""
 
     def layer(x, w):
         with jax.named_scope("attention"):
@@ -297,7 +297,7 @@ def whole_heads() -> Plant:
 
 
 def idle_axis() -> Plant:
-    """Nothing is split over `tensor`: its devices repeat each other's work."""
+    """Shard nothing over `tensor`, so that its devices repeat the same work."""
     return plant("idle-axis", fsdp=4, tensor=2)
 
 
@@ -309,7 +309,7 @@ PLANTS = {
         *(whole_heads, idle_axis),
     )
 }
-"""By name."""
+"""Builders of programs with a mistake, by name."""
 
 REFERENCE = {
     "ddp": (mp.ddp(), {"data": 8}),
@@ -350,7 +350,7 @@ KERNELS = {
     "second_shard": (mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"}), {"data": 2, "fsdp": 4}),
     "fp8_tensor": (mp.fsdp(quantize="fp8") | mp.tensor_parallel(), {"fsdp": 4, "tensor": 2}),
 }
-"""Those with collectives that are written out in `meshpar.collectives`."""
+"""Strategies that use kernels of `meshpar.collectives`."""
 
 CONFIG = TransformerConfig(
     vocab_size=80, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
@@ -358,7 +358,7 @@ CONFIG = TransformerConfig(
 
 
 def reference(name: str, **options) -> Plant:
-    """The reference decoder under one of the strategies, without any mistake."""
+    """Return the small decoder under a strategy, without a mistake."""
     strategy, axes = {**REFERENCE, **KERNELS}[name]
     config = dataclasses.replace(CONFIG, tensor_matmul="overlapped") if name == "overlapped" else CONFIG
     return Plant(

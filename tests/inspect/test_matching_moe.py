@@ -1,4 +1,4 @@
-"""What MoE layers send, in closed form, against traced steps and programs for CPU devices and for a pod of 64 H100s."""
+"""Collectives of MoE layers: closed forms against traced steps, CPU programs and programs for 64 H100s."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshpar.parallel.expected.step_spec import with_layers
 
 L, D, F, E, K, T = 2, 64, 96, 16, 2, 32
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options of a compilation that is read and never run."""
+"""Compile options for programs that are inspected and not run."""
 
 NARROW = LatentAttention(q_rank=48, kv_rank=40, nope_dim=32, rope_dim=16, v_dim=32)
 MLA = {"latent": NARROW, "head_dim": 48}
@@ -44,13 +44,13 @@ TWO_LEVELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The shipped decoder with experts, on a mesh of host devices (`cpu`) or a pod."""
+    """An MoE decoder of `mp.models` on a mesh of host devices (`cpu`) or on a cluster."""
 
     axes: tuple[tuple[str, int], ...] = (("fsdp", 2), ("expert", 4))
     target: str = "cpu"
     strategy: mp.Strategy = mp.fsdp() | mp.expert_parallel()
     experts: tuple[str, ...] = ("expert",)
-    """The axes that split them."""
+    """Mesh axes that shard the experts."""
     routing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     moe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def tokens(self):
-        """Of one device in one micro-step, of one chunk."""
+        """Tokens of a device, a micro-step and a chunk."""
         return 2 * T // self.chunks
 
     @property
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def forwards(self):
-        """How often each chunk goes forward through a layer."""
+        """Number of forward passes of each chunk through a layer."""
         return 2 if self.step.get("remat") else 1
 
     @property
@@ -169,7 +169,7 @@ EVERY = [pytest.param(name, marks=marks(name)) for name in ALL]
 
 
 def compiled(case, request):
-    """Compile a case for host devices or for a pod, and return its census and the jaxpr of its step."""
+    """Compile a case, and return the census of the program and the jaxpr of the step."""
     state, step = case.state_and_step
     traced = step.trace(state, case.batch)
     if case.on_cpu:
@@ -189,28 +189,28 @@ def verdict_of(found, name):
 
 
 def payload_bytes(case, dtype):
-    """Of one all-to-all, as the closed form has it: b s k d / N (N-1)/N numbers, and what is padded."""
+    """Return the bytes of an all-to-all: b s k d / N (N-1)/N elements, plus padding."""
     row_bytes = cost.quantized_bytes(D) if dtype == "u8" else D * (4 if case.target == "cpu" else 2)
     k = 1 if case.routing.get("choice") == "expert" else K
     factor = case.routing.get("capacity_factor")
     if factor is not None or "choice" in case.routing:
         padding = E * -(-case.tokens * K * (factor or 1) // E) / (case.tokens * k)
-    elif case.target == "cpu":  # in parts of one size, for any routing
+    elif case.target == "cpu":  # messages of equal size, for any routing
         rows = cost.dropless_rows(case.tokens, K, E, case.ranks, case.moe.get("bound_factor"))
         padding = rows / (case.tokens * K)
     else:
         padding = 1.0
-    sizes = [case.sizes[axis] for axis in case.experts]  # in each of two levels the whole payload travels
+    sizes = [case.sizes[axis] for axis in case.experts]  # each of the two levels sends the full payload
     return sum(cost.moe_all_to_all(row_bytes, case.tokens, k, ranks, padding=padding).bytes_sent for ranks in sizes)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(found, name):
+def test_moe_layer_sends_two_all_to_alls_in_each_direction(found, name):
     case = ALL[name]
     verdict = verdict_of(found, name)
     assert verdict.missing == verdict.unexpected == ()
     kind, times = "all-to-all" if case.on_cpu else "ragged-all-to-all", 1
-    if len(case.experts) > 1:  # over one axis and then over the other, rank by rank
+    if len(case.experts) > 1:  # over the first axis, then over the second, to each rank
         kind, times = "collective-permute", sum(case.sizes[axis] - 1 for axis in case.experts)
     payload = case.moe.get("payload") or Payload()
     runs = L * case.chunks * case.micro_steps
@@ -223,10 +223,10 @@ def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(foun
     collectives = found(name)[0]
     counts = [one for one in collectives if "all-to-all" in one.kind and one.dtype == "s32"]
     if "capacity_factor" in case.routing or "choice" in case.routing:
-        assert counts == []  # a buffer holds what it holds, and nobody asks for more
+        assert counts == []  # buffers of a fixed size need no counts
     else:
         assert sum(one.count_per_step for one in counts) == runs * case.forwards
-        numbers = (case.ranks - 1) * (E // case.ranks + 1)  # of each expert there, and where its rank's rows begin
+        numbers = (case.ranks - 1) * (E // case.ranks + 1)  # the count of each expert, and the offset of its rank
         assert sum(one.bytes_sent_per_step for one in counts) == runs * case.forwards * numbers * 4
     rows = [one for one in collectives if one.kind == kind and one not in counts]
     assert sum(one.count_per_step for one in rows) == len(coded) * runs * times
@@ -254,8 +254,8 @@ NODES_FIRST = {
         pytest.param("pod", marks=pytest.mark.pod),
     ],
 )
-def test_node_first_sends_a_row_to_every_node_and_the_sum_home_once(request, name):
-    """A layer that is computed again repeats the way out, and of the way home only what is inside the node."""
+def test_node_first_sends_each_token_once_to_each_node(request, name):
+    """Rematerialization repeats the dispatch, and only the combine within a node."""
     case = NODES_FIRST[name]
     collectives, jaxpr = compiled(case, request)
     verdict = case.held(collectives, jaxpr)
@@ -263,7 +263,7 @@ def test_node_first_sends_a_row_to_every_node_and_the_sum_home_once(request, nam
     nodes, here = (case.sizes[axis] for axis in case.experts)
     visited, itemsize = (min(K, nodes), 4) if case.on_cpu else (1, 2)
     across, inside = nodes * case.tokens, nodes * case.tokens * K * here
-    if not case.on_cpu:  # rows that there are at the most, of any routing: not in parts of one size
+    if not case.on_cpu:  # messages may have different sizes, so no buffer is padded
         across, inside = case.tokens * visited, nodes * case.tokens * K
     again = case.forwards
     for axis, rows, of_rows, times in (("data", across, nodes, 2 + again + 1), ("expert", inside, here, 2 * again + 2)):
@@ -293,8 +293,8 @@ def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_al
 
 @pytest.mark.matrix
 @pytest.mark.pod
-def test_slices_of_the_rows_send_a_gradient_once(request):
-    """Summed on each device before: as many bytes scattered as of whole rows, by kernels and the compiler."""
+def test_batch_slices_scatter_each_gradient_once(request):
+    """Each device sums the gradients of its slices first, so two slices scatter as many bytes as one."""
     case = Case(
         strategy=mp.fsdp(prefetch=1) | mp.expert_parallel(),
         axes=(("fsdp", 4), ("expert", 2)),
@@ -312,21 +312,21 @@ def test_slices_of_the_rows_send_a_gradient_once(request):
 @pytest.mark.parametrize(
     "name", [pytest.param("tensor", marks=pytest.mark.matrix), pytest.param("pod, tensor", marks=pytest.mark.pod)]
 )
-def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found, name):
-    """Not where there is room for all rows that any routing may send."""
+def test_tensor_parallel_experts_all_reduce_gradients_of_tokens(found, name):
+    """The all-reduce over `tensor` has the size of the tokens, not that of the receive buffers."""
     case = ALL[name]
     collectives, _ = found(name)
     over_tensor = [one for one in collectives if one.axes == ("tensor",) and "moe" in one.module.split("/")]
     assert verdict_of(found, name).unexpected == ()
     assert max(max(array.size for array in one.arrays) // D for one in over_tensor) == case.tokens
-    # XLA may send them along with the gradient of the tokens.
+    # XLA may combine them with the gradient of the tokens.
     chosen = [one for one in over_tensor if any(array.size == case.tokens * K for array in one.arrays)]
     assert sum(one.count_per_step for one in chosen) == L
 
 
 @pytest.mark.matrix
-def test_whole_weights_on_every_device_send_no_tokens(request):
-    """Gradients reduced once after all micro-steps: experts are gathered over all axes, and tokens stay."""
+def test_reduction_once_gathers_experts_and_sends_no_tokens(request):
+    """With gradients reduced once, experts are gathered over all axes and tokens are not sent."""
     case = Case(step={"accumulate": 2, "reduce_gradients": "once"})
     collectives, jaxpr = compiled(case, request)
     assert not [one for one in messages(jaxpr) if one.kind == "all-to-all"]
@@ -336,8 +336,8 @@ def test_whole_weights_on_every_device_send_no_tokens(request):
     assert gathered == {"fsdp", "expert"}
 
 
-def test_experts_are_gathered_forward_and_again_backward(found):
-    """Each rank its own, from the shards of `fsdp`; gradients summed whole instead are not what was expected."""
+def test_experts_are_gathered_in_both_passes(found):
+    """Each rank gathers its local experts over `fsdp`. An all-reduce of full gradients is unexpected."""
     collectives, jaxpr = found("dropless")
     whole = E // CASES["dropless"].ranks * D * F
     over_fsdp = [one for one in collectives if one.axes == ("fsdp",)]
@@ -351,15 +351,15 @@ def test_experts_are_gathered_forward_and_again_backward(found):
     assert {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"} <= missing
 
 
-def test_whole_experts_send_no_tokens():
+def test_replicated_experts_send_no_tokens():
     state, step = CASES["dropless"].state_and_step
     whole = mp.abstract_state(state.setup.model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp())
     jaxpr = step.trace(whole, CASES["dropless"].batch).jaxpr
     assert not [one for one in messages(jaxpr) if "to-all" in one.kind]
 
 
-def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
-    """Dense ones before those with experts are nothing that stages share; a table with an unnamed dim is no stack."""
+def test_with_layers_excludes_dense_layers_and_unnamed_dims():
+    """Dense layers before the MoE layers, and tables with an unnamed dim, are not distributed over stages."""
     case = Case(model={"num_layers": L + 3, "num_dense_layers": 3})
     of = {one.path: one for one in with_layers(case.state_and_step[0].setup.table.params)}
     assert of["dense_layers/mlp/up/kernel"].leaf.names == ("layers", "embed", "mlp")
@@ -376,7 +376,7 @@ def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
 
 
 def small_step(*, factor=None, remat=None, accumulate=1, **moe):
-    """(step, state, batch) of two layers of four experts on four devices, and little else."""
+    """Return step, state and batch of two MoE layers with four experts on four devices."""
     config = MoEConfig(routing=Routing(num_experts=4, top_k=2, capacity_factor=factor), mlp_dim=48, **moe)
     shapes = {"router": (D, 4), "gate": (4, D, 48), "up": (4, D, 48), "down": (4, 48, D)}
     names = {"router": ("embed", "expert"), "down": ("expert", "mlp", "embed")}
@@ -407,14 +407,14 @@ def small_step(*, factor=None, remat=None, accumulate=1, **moe):
 
 
 ROWS, ROW_BYTES = 2 * T * 2, D * 4
-"""Choices of one device's tokens, and what one is on the wire."""
+"""Token-expert assignments of a device, and the bytes of a token."""
 BY_BYTES = {"float32": 4, "uint8": 1}
 
 
 @pytest.mark.parametrize(
     ("options", "there", "back"),
     [
-        # Any routing: a token's two choices are of two ranks, so each of four may get it.
+        # Buffers for any routing: the two experts of a token may be on any two of the four ranks.
         pytest.param({}, 2 * 2 * ROWS * ROW_BYTES, 2 * 2 * ROWS * ROW_BYTES, id="dropless"),
         pytest.param(
             {"factor": 1.0}, 2 * ROWS * ROW_BYTES, 2 * ROWS * ROW_BYTES, id="buffers", marks=pytest.mark.matrix
@@ -427,11 +427,11 @@ BY_BYTES = {"float32": 4, "uint8": 1}
         ),
     ],
 )
-def test_a_traced_layer_sends_what_the_formulas_say(options, there, back):
-    """In number and in bytes; a third all-to-all, or buffers of twice the size, would show here."""
+def test_traced_moe_layer_sends_the_bytes_of_the_formulas(options, there, back):
+    """Compare counts and bytes. A third all-to-all or a buffer of twice the size is a difference."""
     step, state, batch = small_step(**options)
     sent = [one for one in messages(step.trace(state, batch).jaxpr) if one.kind == "all-to-all"]
-    sent = [one for one in sent if one.dtype in BY_BYTES]  # and not of counts
+    sent = [one for one in sent if one.dtype in BY_BYTES]  # counts are not compared
     steps, chunks = options.get("accumulate", 1), options.get("chunks", 1)
     forwards = 2 if options.get("remat") else 1
     assert {one.axes for one in sent} == {("expert",)}

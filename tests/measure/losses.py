@@ -1,10 +1,9 @@
-"""The main recipe's loss in 16 and in 8 bits, seed by seed: `python -m tests.measure.losses --seeds 8`.
+"""Loss of the main recipe with matmuls in 16 and 8 bits: `python -m tests.measure.losses --seeds 8`.
 
-Ways of a seed start from the same weights and read the same rows, so a pair of runs differs in nothing but its matmuls'
-precision. Runs are on one device, which computes what the recipe's eight do and takes a third of their processor time;
-sums taken in another order move a held-out loss by a hundredth, as any rounding does, so it takes many pairs to tell
-less than that. Each run is kept in `losses.json` when it ends, and one that is there is not run again. The file is what
-notebook 09 draws.
+The runs of a seed start from the same weights and read the same batches. Only the precision of the matmuls differs. A
+run uses a single device, which needs a third of the processor time of eight host devices. Rounding changes the
+validation loss by about 0.01, so smaller differences need many seeds. A finished run is stored in `losses.json` and not
+repeated. Notebook 09 plots the file.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ FILE = Path(__file__).with_name("losses.json")
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
 WAYS = {"bfloat16": None, "fp8": "fp8", "fp8-rowwise": "fp8-rowwise"}
 EVERY = 20
-"""Steps of which the mean loss is kept."""
+"""Number of steps whose mean loss is stored."""
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
-    """A whole run: mean losses of `EVERY` steps each, held-out loss at every validation, processor seconds."""
+    """Train, and return mean losses over `EVERY` steps, validation losses and processor seconds."""
     began_s = time.process_time()
     model, mesh = build_model(recipe), recipe.mesh.build(jax.devices()[:1])
     tx, data = build_optimizer(recipe, model, mesh), recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
@@ -56,7 +55,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def paired(runs: dict[str, Any], way: str) -> list[float]:
-    """Held-out loss at the end less that in bfloat16, of each seed that has both."""
+    """Return the final validation loss minus that in bfloat16, for each seed that has both."""
     last = {key: list(run["held_out"].values())[-1] for key, run in runs.items()}
     seeds = sorted(int(key.split()[1]) for key in last if key.startswith(f"{way} "))
     return [last[f"{way} {seed}"] - last[f"bfloat16 {seed}"] for seed in seeds if f"bfloat16 {seed}" in last]

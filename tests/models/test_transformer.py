@@ -1,4 +1,4 @@
-"""The decoder in NNX and in Linen: its values, its names, and what the compiler makes of it."""
+"""Values, logical names and compiled programs of the decoder in NNX and in Linen."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def loss_and_gradient(model, params, batch=BATCH):
 
 
 def attention_by_hand(cfg, w, h):
-    """One row, one head at a time."""
+    """Compute attention for one example and one head at a time."""
     out = 0
     for head in range(cfg.num_heads):
         shared = head // (cfg.num_heads // cfg.num_kv_heads)
@@ -92,7 +92,7 @@ def test_float64_equals_the_decoder_by_hand(one_device, framework, tied):
         logits = forward(cfg.build() if framework == "nnx" else linen(cfg), params)
         assert logits.dtype == jnp.float64
         expected = np.stack([by_hand.decoder(cfg, params, row, attention_by_hand) for row in TOKENS])
-    # Anything that passes through float32 on the way is off by 1e-7.
+    # A computation in float32 would cause an error of 1e-7.
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -108,23 +108,23 @@ def test_positions_count_by_their_distance(one_device):
 
 
 @pytest.mark.matrix
-def test_rematerialisation_computes_again_what_the_policy_says(one_device):
+def test_remat_policies_recompute_the_expected_matmuls(one_device):
     model, params = CONFIG().build(), random_params(CONFIG())
 
     def gradient(params):
         return jax.grad(lambda p: mean_loss(model.bind(p, {}), BATCH)[0])(params)
 
     def matmuls(policy):
-        # A new function, so that nothing is found in the trace cache: the policy is no part of its key.
+        # The policy is not part of the trace cache key, so each case needs a new function.
         with numerics(Precision(), policy):
             return num_dots(jax.make_jaxpr(lambda p: gradient(p))(params).jaxpr)
 
     again = {policy: matmuls(policy) - matmuls(None) for policy in REMAT_POLICIES}
-    # All but the last of a layer's nine, whose result nothing in the layer needs; the two of attention; none; none.
+    # Recomputed matmuls: eight of nine (no gradient needs the result of the last), two of attention, none, none.
     assert again == {"full": 8, "dots": 2, "all_dots": 0, "minimal": 0}
 
 
-def test_the_backward_pass_of_an_mlp_is_left_gate_and_up_and_nothing_else_as_wide(one_device):
+def test_mlp_saves_only_gate_and_up_for_its_backward_pass(one_device):
     config, x = CONFIG(), jax.ShapeDtypeStruct((2, 3, 16), np.float32)
     with nnx.use_eager_sharding(False):
         graph, params = nnx.split(nnx.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(0))))
@@ -145,18 +145,18 @@ def test_compute_follows_the_parameters(one_device):
     assert loss.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
     (exact, _), _ = loss_and_gradient(cfg.build(), random_params(cfg))
-    # bfloat16 keeps eight bits; three layers of a few roundings each.
+    # bfloat16 has eight bits of precision, and each of the three layers rounds a few times.
     np.testing.assert_allclose(loss, exact, rtol=0.02)
 
 
-def test_a_new_deep_model_guesses_evenly(one_device):
+def test_initial_loss_of_a_deep_model_is_near_uniform(one_device):
     cfg = CONFIG(tied_embeddings=True, num_layers=30)
 
     @jax.jit
     def first_loss(key):
         return mean_loss(cfg.build().bind(*cfg.build().init(key)), BATCH)[0]
 
-    # Logits start with a variance of about one, at any depth: half a nat above the entropy of a uniform guess.
+    # At any depth, initial logits have a variance of about 1, so the loss is half a nat above log(vocab_size).
     assert np.log(24) < first_loss(jax.random.key(0)) < np.log(24) + 1.2
 
 
@@ -193,7 +193,7 @@ def test_layers_are_drawn_apart(one_device):
         params, extra = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
         up = params["layers"]["mlp"]["up"]["kernel"]
         assert np.abs(up[0] - up[1]).max() > 0.1
-        # Fan-in of one layer's matrix, not of the stack.
+        # The fan-in of a matrix does not count the dim of stacked layers.
         np.testing.assert_allclose(up.std(), 16**-0.5, rtol=0.15)
         np.testing.assert_allclose(params["layers"]["mlp"]["down"]["kernel"].std(), (20 * 6) ** -0.5, rtol=0.15)
         assert not jax.tree.leaves(extra)
@@ -225,7 +225,7 @@ def test_the_trace_does_not_grow_with_depth(one_device):
     assert sizes[0] == sizes[1] > 100
 
 
-# --- what the compiler makes of it
+# --- compiled programs
 
 
 def test_yarns_factor_of_rotations_multiplies_queries_and_keys(one_device):
