@@ -82,7 +82,7 @@ class Goodput(Hook):
         return seconds["steps"] / total if total else None
 
     def line(self, record: Record) -> dict[str, float]:
-        """Return the value for a line of metrics.jsonl."""
+        """Return the goodput, for a line of metrics.jsonl."""
         share = self.share
         return {} if share is None else {"goodput": round(share, 4)}
 

@@ -212,7 +212,7 @@ class _TreeLeaves:
 
 
 class _Residuals:
-    """Indices of the residuals that are saved per microbatch or shared, without duplicates and unused ones."""
+    """Indices of the saved residuals, for each microbatch or shared. Duplicates and unused residuals are left out."""
 
     def __init__(self, variables: Sequence[Any], depends_on_x: Sequence[bool], is_read: Sequence[bool]) -> None:
         first: dict[Any, int] = {}

@@ -21,7 +21,7 @@ from meshpar.schedules.slots import DOWN, SHIFTS, UP, Slots
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StageTraffic:
-    """Counts per step."""
+    """Counts of ops and messages of a schedule, per step."""
 
     ticks: int
     ops: np.ndarray

@@ -129,7 +129,7 @@ class Placed:
         return total
 
     def row_bytes(self, held: Held) -> float:
-        """Return the bytes per device of a saved activation, per example of the local batch."""
+        """Return the bytes of a saved activation on one device, for each example of the local batch."""
         leaf = Leaf(path="activation", shape=held.shape, dtype=_DTYPE, names=held.names)
         return held.row_bytes / self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
 

@@ -48,7 +48,7 @@ from meshpar.sharding.types import num_shards, without_axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Plain):
-    """Bytes per device."""
+    """Terms of the peak memory of a training step, in bytes per device."""
 
     state_bytes: int
     batch_bytes: int
@@ -296,7 +296,7 @@ def gather_axes(step: StepSpec, weight: Weight) -> set[str]:
 
 
 def _logits_bytes(placed: Placed, rows: int) -> int:
-    """Return the bytes of the logits' gradient. With vocabulary chunks, add float32 logits and the input's gradient."""
+    """Return the bytes of the logits' gradient; with vocabulary chunks, also of the logits and the input gradient."""
     work = placed.workload
     if work.vocab_chunk is not None:
         sizes = (weight.leaf.size for weight in placed.weights if weight.leaf.has("vocab"))

@@ -332,7 +332,7 @@ class Search:
         return np.where(shards(axes) * inner <= self.cluster.gpus_per_node, inside, np.minimum(ports * across, inside))
 
     def meshes(self) -> Iterator[dict[str, int]]:
-        """Yield the meshes with all devices of the cluster whose axes can shard the model."""
+        """Yield the meshes that use all devices of the cluster and whose axes can shard the model."""
         num_devices, inside_node = self.cluster.num_devices, MeshSpec().inside_node
         meshes: list[dict[str, int]] = [{}]
         for axis in self._axes():

@@ -51,7 +51,7 @@ PARTIAL_SUMS = "partial sums, backward"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeEstimate(Plain):
-    """Seconds per step on a device."""
+    """Terms of the step time of a device, and the bytes that it sends."""
 
     compute_s: float
     """Time of matmuls."""
@@ -318,7 +318,7 @@ def elements_per_expert(
 
 
 def routed_bytes(placed: Placed, capacity: Any) -> Any:
-    """Return the bytes that the token buffers of all MoE layers move on a device."""
+    """Return the bytes that MoE layers move for token buffers with `capacity` rows, on one device."""
     routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
     width = sum(leaf.num_layers * leaf.size_of("embed") for leaf in routers)
     return STEP.routed_passes * capacity * width * placed.workload.compute_itemsize

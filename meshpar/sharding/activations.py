@@ -39,7 +39,7 @@ class Boundaries:
     policy: Callable[[str], Any] | None = None
     """Returns the `jax.checkpoint` policy for the value of a remat rule. None disables remat rules."""
     prefix: tuple[str, ...] = ()
-    """Path of a submodel applied separately. Its modules know only their relative paths."""
+    """Paths of the submodules that are applied separately, outermost first. Modules inside know only relative paths."""
     scope: str = ""
     """Path of the NNX module whose named scope is open."""
     module: str = ""

@@ -210,7 +210,7 @@ class MeshSpec(Mapping[str, int]):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=self.axis_types)
 
     def _check_inside(self, sizes: dict[str, int], node_sizes: set[int]) -> None:
-        """Check `inside_node`. An axis stays inside if its size times all inner sizes divides the devices of a node."""
+        """Check `inside_node`. The size of an axis times all inner sizes must divide the devices of a node."""
         names = list(sizes)
         for axis in self.inside_node:
             span = math.prod(sizes[name] for name in names[names.index(axis) :])

@@ -28,22 +28,27 @@ class StepOptions:
     reduce_gradients: ReduceGradients | None = None
     """When gradients are reduced over devices.
 
-    "each_microbatch" reduces them in each micro-step. "once_across_groups" does so only over the axes that
-    shard gradients, and reduces the accumulated shards over the other batch axes once, after the loop; the loss
-    receives the batch of a group. It is the default of `hsdp()`, if the model has no batch statistics and no other
-    feature that needs the global batch. "once" accumulates unreduced gradients and reduces them after the loop. It
-    gathers sharded parameters once and keeps them replicated, and the loss receives the local batch of a device. `key`
-    and the random streams of an NNX module then differ between devices."""
+    - "each_microbatch": in each micro-step. The default of most strategies.
+    - "once_across_groups": in each micro-step over the axes that shard gradients, and once, after the loop, over the
+      other batch axes. The loss receives the batch of a group. The default of `hsdp()`, unless the model has batch
+      statistics or another feature that needs the global batch.
+    - "once": after the loop. Sharded parameters are gathered once and stay replicated. The loss receives the local
+      batch of a device. `key` and the random streams of an NNX module then differ between devices."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """Dtypes of parameters, compute and gradient reduction."""
     remat: str | None = None
-    """Activations that layers under `mp.scan_layers` save for the backward pass instead of recomputing them. `None`
-    saves everything.
+    """Activations that layers under `mp.scan_layers` save for the backward pass. All others are recomputed.
 
-    "full" saves the inputs of layers. "dots" adds the results of matmuls with weights, "minimal" also those of
-    attention, and "all_dots" saves the results of all matmuls. "save:NAMES" saves arrays marked with `checkpoint_name`,
-    a comma-separated list, and "offload:NAMES" moves them to pinned host memory. `+` joins policies. The decoders of
-    meshpar mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up` and `mlp_out`."""
+    - None: everything is saved.
+    - "full": the inputs of layers.
+    - "dots": the inputs of layers and the results of matmuls with weights.
+    - "minimal": as "dots", and the results of attention.
+    - "all_dots": the inputs of layers, the results of all matmuls and of attention.
+    - "save:NAMES": arrays marked with `checkpoint_name`, as a comma-separated list. "offload:NAMES" moves them to
+      pinned host memory.
+
+    `+` joins policies. The decoders of meshpar mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up`
+    and `mlp_out`."""
     interleave: int = 1
     """Number of slices of the local batch. Layers compute the slices independently, so that messages of the first
     slice (tensor or expert parallelism) overlap with matmuls of the second.

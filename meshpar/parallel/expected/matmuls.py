@@ -107,7 +107,7 @@ def _of_block(
 
 
 def _num_partial_sums(step: StepSpec, columns: Sequence[Decision]) -> int:
-    """Return the number of products whose input gradients are partial sums, including low-rank adapters."""
+    """Return the number of matmuls whose input gradients are partial sums, including those of LoRA adapters."""
     if step.is_pipelined or step.is_by_device:
         return len(columns)
     paths = {weight.decision.path for weight in step.weights}

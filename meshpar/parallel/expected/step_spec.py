@@ -141,7 +141,7 @@ class StepSpec:
     sequence_axes: tuple[str, ...] = ()
     """Axes that shard the sequence of the residual stream between blocks (sequence parallelism)."""
     context_axes: tuple[str, ...] = ()
-    """Axes that shard the sequence everywhere. Weights are replicated over them, as over batch axes."""
+    """Axes that shard the sequence in every layer. Gradients are reduced over them, as over batch axes."""
     rows: int = 0
     """Examples per device and micro-step."""
     tokens: int | None = None
