@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from meshpar.cli.main import output_options, prepare_devices, print_report
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import check_choice, problem
 
 if TYPE_CHECKING:
     from meshpar.hardware.calculators import Sheet
@@ -38,12 +38,17 @@ CLUSTER = "h100:8x8"
     "--alpha", metavar="SECONDS", type=float, help="With --bandwidth: latency of a message. The two replace --cluster."
 )
 @click.option("--bandwidth", metavar="BYTES/S", type=float, help="With --alpha: bandwidth in bytes per second.")
+@click.option(
+    "--gamma", metavar="SECONDS|GPU", default="0", show_default=True,
+    help="Time to reduce a byte, or a GPU: three memory accesses per byte. With 0, the bandwidth includes it, as in "
+    "measurements of NCCL.",
+)  # fmt: skip
 @click.option("--inner", metavar="K", type=int, help="Group size of the hierarchical algorithm.")
 @click.option("--servers", metavar="S", default=1, show_default=True, type=int, help="Number of parameter servers.")
 @output_options
 def cost(
     algorithm: str | None, numbers: tuple[str, ...], ranks: int, payload: str, cluster: str | None, axis: str | None,
-    alpha: float | None, bandwidth: float | None, inner: int | None, servers: int, as_json: bool,
+    alpha: float | None, bandwidth: float | None, gamma: str, inner: int | None, servers: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Show the alpha-beta cost of a collective: steps, bytes, time, bandwidth, lower bound and formulas.
 
@@ -53,6 +58,7 @@ def cost(
     meshpar cost hierarchical --ranks 64 --inner 8 --cluster h100:8x8
     meshpar cost tree --bytes 64kB --alpha 2e-6 --bandwidth 450e9
     meshpar cost all-gather --cluster my.json --axis data    use a measured link
+    meshpar cost ring --cluster h100:8 --gamma h100          add the time of the reduction
 
     ALGORITHM is an all-reduce algorithm (ring, recursive-doubling, halving-doubling, tree, hierarchical, root,
     parameter-server), reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather or
@@ -73,7 +79,7 @@ def cost(
     if algorithm is not None and algorithm in CALCULATORS:
         print_report(_sheet(algorithm, numbers, cluster), as_json=as_json)
         return
-    links, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
+    links, nbytes, gamma_s = _links(cluster, alpha, bandwidth), parse_bytes(payload), _gamma(gamma)
     if numbers:
         reason = f"only {', '.join(CALCULATORS)} accept NUMBER=VALUE"
         fix = "use options, such as --ranks and --bytes"
@@ -84,7 +90,17 @@ def cost(
         reason, fix = "only the links of a profile have axes", "add --cluster my.json, or remove --axis"
         raise problem("meshpar cost", f"use --axis {axis}", reason, fix, code="conflict")
     if algorithm is not None:
-        result = breakdown(algorithm, nbytes, ranks, links, inner=inner, servers=servers, axes=axes, mesh=mesh)
+        result = breakdown(
+            algorithm,
+            nbytes,
+            ranks,
+            links,
+            inner=inner,
+            servers=servers,
+            axes=axes,
+            mesh=mesh,
+            gamma_s_per_byte=gamma_s,
+        )
         _check_used(result.name, inner, servers)
         print_report(result, as_json=as_json)
         return
@@ -92,7 +108,7 @@ def cost(
     group = inner or (links.gpus_per_node if isinstance(links, Cluster) else 0)
     if inner is not None or (not axis and 1 < group < ranks and ranks % group == 0):
         names.append("hierarchical")
-    options = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers}
+    options = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers, "gamma_s_per_byte": gamma_s}
     print_report(compare(names, nbytes, ranks, links, **options), as_json=as_json)
 
 
@@ -109,13 +125,23 @@ def _sheet(name: str, numbers: tuple[str, ...], cluster: str | None) -> Sheet:
             raise problem(where, f"use `{number}`", reason, "write it like ranks=64", code="bad-syntax")
     for option in context.command.params:
         is_given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-        if is_given and option.name in ("ranks", "payload", "axis", "alpha", "bandwidth", "inner", "servers"):
+        if is_given and option.name in ("ranks", "payload", "axis", "alpha", "bandwidth", "gamma", "inner", "servers"):
             reason, fix = "calculators accept only NUMBER=VALUE and --cluster", "write it like ranks=64"
             raise problem(where, f"use {option.opts[0]}", reason, fix, code="conflict")
     values = {key: value for key, _, value in (number.partition("=") for number in numbers)}
     if cluster is None and name == "tp":
         cluster = CLUSTER
     return calculate(name, values, None if cluster is None else parse_cluster(cluster))
+
+
+def _gamma(text: str) -> float:
+    from meshpar.hardware.catalogue import GPUS
+
+    try:
+        return float(text)
+    except ValueError:
+        check_choice("--gamma", "a number of seconds or a GPU", tuple(GPUS), gamma=text)
+        return GPUS[text].reduction_s_per_byte
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:

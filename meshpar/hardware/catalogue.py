@@ -66,6 +66,11 @@ class Gpu:
         return self.bf16_flops_per_s * (2 if self.chip.compute_capability >= (8, 9) else 1)
 
     @property
+    def reduction_s_per_byte(self) -> float:
+        """Time to reduce a byte: the gamma of `cost_model` without overlap. Reads two operands and writes the sum."""
+        return 3 / self.memory_bytes_per_s
+
+    @property
     def attention_flops_per_s(self) -> tuple[float, float]:
         """FLOP/s of cuDNN's attention, forward and backward: measured, or the H100's fractions of the peak."""
         if self.attention_rates is not None:

@@ -3,7 +3,7 @@
 The costs come from `cost_model.py`. This module adds names, links and formulas.
 
     n payload in bytes · N ranks · K ranks in a group, M = N/K groups · S servers
-    α latency of a message · β time per byte, the inverse of the bandwidth
+    α latency of a message · β time per byte, the inverse of the bandwidth · γ time to reduce a byte, by default 0
 
 The algorithm bandwidth is n / time. The bus bandwidth is the algorithm bandwidth times the fraction of n that a rank
 must send. It can be compared with the bandwidth of the link, and between collectives and numbers of ranks. The terms
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, Profile, parse_profile
 from meshpar.hardware.cost_model import Cost
-from meshpar.sharding.errors import check_choice, check_positive_int, problem
+from meshpar.sharding.errors import check_choice, check_number, check_positive_int, problem
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes
 from meshpar.sharding.units import si
@@ -31,6 +31,8 @@ class Forms(NamedTuple):
     steps: str
     bytes_sent: str
     time: str
+    bytes_reduced: str = ""
+    """Factor of γ. Empty if nothing is reduced."""
 
 
 class Algorithm(NamedTuple):
@@ -48,17 +50,20 @@ class Algorithm(NamedTuple):
 
 _HALF = Forms("N−1", "(N−1)/N · n", "(N−1) α + (N−1)/N · n β")
 _HALF_DOUBLING = Forms("log₂ N", "(N−1)/N · n", "log₂ N α + (N−1)/N · n β")
-_WHOLE = Forms("2(N−1)", "2(N−1)/N · n", "2(N−1) α + 2(N−1)/N · n β")
-_ROOT = Forms("2(N−1)", "(N−1) n at the root", "2(N−1) (α + n β)")
-_SERVERS = Forms("2(N−1)", "(N+S−2)/S · n at a server", "2(N−1) (α + n/S · β)")
+_REDUCED = "(N−1)/N · n"
+_HALF_REDUCED = _HALF._replace(bytes_reduced=_REDUCED)
+_WHOLE = Forms("2(N−1)", "2(N−1)/N · n", "2(N−1) α + 2(N−1)/N · n β", _REDUCED)
+_ROOT = Forms("2(N−1)", "(N−1) n at the root", "2(N−1) (α + n β)", "(N−1) n")
+_SERVERS = Forms("2(N−1)", "(N+S−2)/S · n at a server", "2(N−1) (α + n/S · β)", "(N−1)/S · n")
 _TWO_LEVELS = Forms(
     "2(K−1) + 2(M−1)",
     "2(K−1)/K · n inside + 2(M−1)/M · n/K across",
     "2(K−1) α₁ + 2(K−1)/K · n β₁ + 2(M−1) α₂ + 2(M−1)/M · n/K · β₂",
+    "((K−1)/K · n + (M−1)/M · n/K)",
 )
-_TREE = Forms("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)")
-_DOUBLING = Forms("log₂ N", "n log₂ N", "log₂ N (α + n β)")
-_HALVING = Forms("2 log₂ N", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β")
+_TREE = Forms("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)", "n ⌈log₂ N⌉")
+_DOUBLING = Forms("log₂ N", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
+_HALVING = Forms("2 log₂ N", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β", _REDUCED)
 _BROADCAST = Forms("N−1", "n", "(N−1) α + n β")
 _MESSAGE = Forms("1", "n", "α + n β")
 
@@ -71,10 +76,15 @@ _KNOWN = (
     Algorithm("hierarchical", "all-reduce", cost.ring_all_reduce, _TWO_LEVELS),
     Algorithm("root", "all-reduce", cost.naive_root_all_reduce, _ROOT),
     Algorithm("parameter-server", "all-reduce", cost.parameter_server_all_reduce, _SERVERS),
-    Algorithm("reduce-scatter", "reduce-scatter", cost.ring_reduce_scatter, _HALF, uses_all_ports=True),
+    Algorithm("reduce-scatter", "reduce-scatter", cost.ring_reduce_scatter, _HALF_REDUCED, uses_all_ports=True),
     Algorithm("all-gather", "all-gather", cost.ring_all_gather, _HALF, uses_all_ports=True),
     Algorithm("doubling-all-gather", "all-gather", cost.doubling_all_gather, _HALF_DOUBLING),
-    Algorithm("halving-reduce-scatter", "reduce-scatter", cost.halving_reduce_scatter, _HALF_DOUBLING),
+    Algorithm(
+        "halving-reduce-scatter",
+        "reduce-scatter",
+        cost.halving_reduce_scatter,
+        _HALF_DOUBLING._replace(bytes_reduced=_REDUCED),
+    ),
     Algorithm("all-to-all", "all-to-all", cost.all_to_all, _HALF),
     Algorithm("broadcast", "collective-broadcast", cost.ring_broadcast, _BROADCAST, uses_all_ports=True),
     Algorithm("message", "collective-permute", lambda n, _: cost.message(n), _MESSAGE),
@@ -119,6 +129,8 @@ class CostBreakdown(Printed):
     """Consecutive phases. A two-level algorithm has two: within and between groups."""
     crossover_bytes: float | None = None
     """For an all-reduce, the payload below which recursive doubling is faster than a ring; otherwise None."""
+    gamma_s_per_byte: float = 0.0
+    """Time to reduce a byte. It is 0 if the bandwidth of the links includes the reduction."""
 
     @property
     def name(self) -> str:
@@ -145,9 +157,14 @@ class CostBreakdown(Printed):
         return sum(phase.cost.bytes_in_turn * phase.link.beta_s_per_byte for phase in self.phases)
 
     @property
+    def reduction_s(self) -> float:
+        """Part of `time_s` due to reductions: reduced bytes × γ."""
+        return sum(phase.cost.bytes_reduced for phase in self.phases) * self.gamma_s_per_byte
+
+    @property
     def time_s(self) -> float:
         """Total time."""
-        return self.latency_s + self.bandwidth_s
+        return self.latency_s + self.bandwidth_s + self.reduction_s
 
     @property
     def algorithm_bytes_per_s(self) -> float:
@@ -176,8 +193,8 @@ class CostBreakdown(Printed):
 
     def to_json(self) -> dict[str, Any]:
         fields = (
-            "steps", "bytes_sent", "latency_s", "bandwidth_s", "time_s", "algorithm_bytes_per_s", "bus_bytes_per_s",
-            "lower_bound_bytes", "crossover_bytes",
+            "steps", "bytes_sent", "latency_s", "bandwidth_s", "reduction_s", "time_s", "algorithm_bytes_per_s",
+            "bus_bytes_per_s", "lower_bound_bytes", "crossover_bytes", "gamma_s_per_byte",
         )  # fmt: skip
         return {
             "algorithm": self.name,
@@ -206,7 +223,8 @@ class CostBreakdown(Printed):
             ("lower bound", si(self.lower_bound_bytes, "B"), f"of any algorithm; this one sends {ratio:.3g} times it"),
             ("latency", si(self.latency_s, "s"), "steps × α"),
             ("bandwidth", si(self.bandwidth_s, "s"), "consecutive bytes × β"),
-            ("time", si(self.time_s, "s"), forms.time),
+            *([("reduction", si(self.reduction_s, "s"), f"{forms.bytes_reduced} γ")] if self.reduction_s else []),
+            ("time", si(self.time_s, "s"), forms.time + f" + {forms.bytes_reduced} γ" * bool(self.reduction_s)),
             ("algorithm bandwidth", si(self.algorithm_bytes_per_s, "B/s"), "n / time"),
             ("bus bandwidth", si(self.bus_bytes_per_s, "B/s"), "lower bound / time"),
         ]
@@ -226,6 +244,8 @@ class CostBreakdown(Printed):
                 f"α{mark} = {si(phase.link.alpha_s, 's')}",
                 f"β{mark} = {si(phase.link.beta_s_per_byte, 's')} per byte",
             ]
+        if self.gamma_s_per_byte:
+            symbols.append(f"γ = {si(self.gamma_s_per_byte, 's')} per byte")
         return ", ".join(symbols)
 
 
@@ -242,13 +262,15 @@ class CostComparison(Printed, Plain):
         lines += [f"lower bound for any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
         if first.algorithm.kind == "all-reduce":
             lines.append("ring / recursive doubling: {}, {}".format(*_crossover_text(first.crossover_bytes)))
-        columns = ("algorithm", "steps", "sent per rank", "latency", "bandwidth", "time", "bus bandwidth", "link")
+        reduction = ["reduction"] * bool(first.gamma_s_per_byte)
+        times = {f"{name}_s": name for name in ("latency", "bandwidth", *reduction, "time")}
+        columns = ("algorithm", "steps", "sent per rank", *times.values(), "bus bandwidth", "link")
         rows = [
             (
                 each.name,
                 f"{each.steps:,}",
                 si(each.bytes_sent, "B"),
-                *(si(time_s, "s") for time_s in (each.latency_s, each.bandwidth_s, each.time_s)),
+                *(si(getattr(each, field), "s") for field in times),
                 si(each.bus_bytes_per_s, "B/s"),
                 "; ".join(dict.fromkeys(phase.where for phase in each.phases)),
             )
@@ -268,6 +290,7 @@ def breakdown(
     axes: Sequence[str] = (),
     mesh: MeshLike | None = None,
     by_messages: bool = False,
+    gamma_s_per_byte: float = 0.0,
 ) -> CostBreakdown:
     """Return the breakdown of the cost of a collective.
 
@@ -285,11 +308,14 @@ def breakdown(
       mesh: the mesh with these axes, in the order of the cluster's devices.
       by_messages: True for kernels of `meshpar.collectives`, whose rings send single messages through one port per
         rank. False for NCCL's rings.
+      gamma_s_per_byte: γ, the time to reduce a byte, such as `Gpu.reduction_s_per_byte`. Use 0 if the bandwidths of the
+        links were measured or published for all-reduces or reduce-scatters, because these include the reduction.
     """
     name = str(algorithm).lower().replace("_", "-")
     check_choice("cost", "an algorithm", (*ALGORITHMS, *ALIASES), algorithm=name)
     known = ALGORITHMS[ALIASES.get(name, name)]
     check_positive_int(f"`{name}`", "a number of ranks", ranks=num_ranks, servers=servers, inner=inner or 1)
+    check_number(f"`{name}`", "9e-13", positive=False, gamma_s_per_byte=gamma_s_per_byte)
     over = over if isinstance(over, Link) else parse_profile(over)
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
     all_axes = axes or tuple(axis_sizes(mesh))
@@ -304,7 +330,8 @@ def breakdown(
     if known.kind == "all-reduce" and len(phases) == 1:
         tree, _ = _link("collective-permute", over, all_axes, mesh)
         ring, _ = (tree, "") if by_messages else _link("all-reduce", over, all_axes, mesh)
-        crossover_bytes = cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
+        gamma = {"gamma_s_per_byte": gamma_s_per_byte}
+        crossover_bytes = cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree, **gamma)
     return CostBreakdown(
         over="as given" if isinstance(over, Link) else f"{over.name}, {over.links_from}",
         algorithm=known,
@@ -312,6 +339,7 @@ def breakdown(
         num_ranks=num_ranks,
         phases=phases,
         crossover_bytes=crossover_bytes,
+        gamma_s_per_byte=gamma_s_per_byte,
     )
 
 

@@ -1,7 +1,8 @@
 """The alpha-beta model: steps, bytes and time of collective algorithms in closed form.
 
 n is the payload in bytes and N the number of ranks of a group. A message of n bytes takes `alpha + n beta`. A rank
-sends and receives at the same time, over a single link.
+sends and receives at the same time, over a single link. To reduce a byte takes `gamma`, which is 0 by default: NCCL
+reduces while it sends, so the measured and published bandwidths of its collectives include the reduction.
 
     algorithm                                steps            bytes sent per rank
     ring all-reduce                          2(N-1)           2(N-1)/N n
@@ -41,16 +42,20 @@ class Cost:
     """Bytes sent by a rank, or by the busiest rank if ranks differ."""
     bytes_in_turn: float
     """Bytes on the critical path: those that are sent one after another. Their time is this number times beta."""
+    bytes_reduced: float = 0.0
+    """Received bytes on the critical path that are added to a local array. Their time is this number times gamma."""
 
-    def time_s(self, link: Link) -> float:
+    def time_s(self, link: Link, *, gamma_s_per_byte: float = 0.0) -> float:
         """Return the time in seconds over a link."""
-        return self.steps * link.alpha_s + self.bytes_in_turn * link.beta_s_per_byte
+        sending_s = self.steps * link.alpha_s + self.bytes_in_turn * link.beta_s_per_byte
+        return sending_s + self.bytes_reduced * gamma_s_per_byte
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             steps=self.steps + other.steps,
             bytes_sent=self.bytes_sent + other.bytes_sent,
             bytes_in_turn=self.bytes_in_turn + other.bytes_in_turn,
+            bytes_reduced=self.bytes_reduced + other.bytes_reduced,
         )
 
 
@@ -82,8 +87,12 @@ def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
 
 
-ring_reduce_scatter = ring_all_gather
-"""Cost of a ring reduce-scatter. The payload is the array before scattering."""
+def ring_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
+    """Return the cost of a ring reduce-scatter. The payload is the array before scattering."""
+    gather = ring_all_gather(payload_bytes, num_ranks)
+    return dataclasses.replace(gather, bytes_reduced=gather.bytes_sent)
+
+
 all_to_all = ring_all_gather
 """Cost of an all-to-all: `n / N` bytes to each other rank. The payload is the array of a rank."""
 
@@ -98,8 +107,10 @@ def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=rounds, bytes_sent=sent, bytes_in_turn=sent)
 
 
-halving_reduce_scatter = doubling_all_gather
-"""Cost of a reduce-scatter by recursive halving: `log2 N` steps, if N is a power of two."""
+def halving_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
+    """Return the cost of a reduce-scatter by recursive halving: `log2 N` steps, if N is a power of two."""
+    gather = doubling_all_gather(payload_bytes, num_ranks)
+    return dataclasses.replace(gather, bytes_reduced=gather.bytes_sent)
 
 
 def ring_broadcast(payload_bytes: float, num_ranks: int) -> Cost:
@@ -132,7 +143,7 @@ unsharded sum. The backward pass, an all-gather, has the same cost."""
 def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     """Return the cost of a ring all-reduce: `2(N-1) alpha + 2(N-1)/N n beta`. It is bandwidth-optimal."""
     sent = all_reduce_lower_bound_bytes(payload_bytes, num_ranks)
-    return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent)
+    return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent, bytes_reduced=sent / 2)
 
 
 def both_ways(ring: Cost) -> Cost:
@@ -153,7 +164,7 @@ def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     moved = float((rounds + rest) * payload_bytes)
     # A rank sends only one of the two additional messages.
     sent = moved - rest // 2 * payload_bytes
-    return Cost(steps=rounds + rest, bytes_sent=sent, bytes_in_turn=moved)
+    return Cost(steps=rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=sent)
 
 
 def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -165,7 +176,7 @@ def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     rounds, rest = _doublings(num_ranks)
     moved = all_reduce_lower_bound_bytes(payload_bytes, 2**rounds) + rest * payload_bytes
     sent = moved - rest // 2 * payload_bytes  # as in the tree
-    return Cost(steps=2 * rounds + rest, bytes_sent=sent, bytes_in_turn=moved)
+    return Cost(steps=2 * rounds + rest, bytes_sent=sent, bytes_in_turn=moved, bytes_reduced=moved / 2)
 
 
 def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -173,7 +184,7 @@ def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     _check(payload_bytes, num_ranks)
     levels = (num_ranks - 1).bit_length()
     one_way = float(levels * payload_bytes)
-    return Cost(steps=2 * levels, bytes_sent=one_way, bytes_in_turn=2 * one_way)
+    return Cost(steps=2 * levels, bytes_sent=one_way, bytes_in_turn=2 * one_way, bytes_reduced=one_way)
 
 
 def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
@@ -202,7 +213,8 @@ def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_ser
     shard = payload_bytes / num_servers
     one_way = (num_ranks - 1) * shard
     as_worker = (num_servers - 1) * shard
-    return Cost(steps=2 * (num_ranks - 1), bytes_sent=one_way + as_worker, bytes_in_turn=2 * one_way)
+    sent = one_way + as_worker
+    return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=2 * one_way, bytes_reduced=one_way)
 
 
 def naive_root_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -216,18 +228,24 @@ def all_reduce_lower_bound_bytes(payload_bytes: float, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) * payload_bytes / num_ranks
 
 
-def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | None = None) -> float | None:
+def ring_tree_crossover_bytes(
+    num_ranks: int, link: Link, *, tree_link: Link | None = None, gamma_s_per_byte: float = 0.0
+) -> float | None:
     """Return the payload in bytes at which ring and tree all-reduce take the same time.
 
     For smaller payloads the tree is faster, for larger payloads the ring. If N is a power of two, the payload is
-    `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`. It is 0 on a link without latency. It is None with two
-    ranks, where the tree is always faster, and with a single rank. `link` is the link of the ring, and `tree_link` the
+
+        (2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta + (log2 N - (N-1)/N) gamma)
+
+    It is 0 on a link without latency. It is None for a single rank, and for two ranks if gamma is 0: then the tree is
+    always faster. `link` is the link of the ring, and `tree_link` the
     link of the tree, by default the same.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
     tree_link = tree_link or link
     latency_gain_s = ring.steps * link.alpha_s - tree.steps * tree_link.alpha_s
     loss_s_per_byte = tree.bytes_in_turn * tree_link.beta_s_per_byte - ring.bytes_in_turn * link.beta_s_per_byte
+    loss_s_per_byte += (tree.bytes_reduced - ring.bytes_reduced) * gamma_s_per_byte
     if loss_s_per_byte <= 0:
         return None
     return max(latency_gain_s, 0.0) / loss_s_per_byte

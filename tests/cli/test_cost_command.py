@@ -50,6 +50,17 @@ def test_all_reduce_algorithms_are_compared(meshpar):
     assert "hierarchical" in out
 
 
+def test_gamma_is_a_number_or_a_gpu(meshpar):
+    def reduction_s(*args):
+        return json.loads(meshpar("ring", "--bytes", "8e9", "--cluster", "h100:8", *args, "--json")[1])["reduction_s"]
+
+    assert reduction_s() == 0
+    assert reduction_s("--gamma", "1e-12") == pytest.approx(7e9 * 1e-12)
+    assert reduction_s("--gamma", "h100") == pytest.approx(7e9 * 3 / 3.35e12)
+    _, out, _ = meshpar("--gamma", "h100")
+    assert "reduction" in out
+
+
 def test_links_from_options_and_from_a_profile(meshpar, tmp_path):
     _, out, _ = meshpar("message", "--bytes", "1MB", "--alpha", "1e-3", "--bandwidth", "1e9", "--json")
     assert json.loads(out)["time_s"] == pytest.approx(2e-3)
@@ -74,6 +85,8 @@ def test_links_from_options_and_from_a_profile(meshpar, tmp_path):
         (["ring", "--cluster", "none.json"], "Use the path of a saved profile"),
         (["ring", "--inner", "4"], "use --inner: it is an option of hierarchical"),
         (["tree", "--servers", "4"], "use --servers: it is an option of parameter-server"),
+        (["ring", "--gamma", "h1000"], "Did you mean `h100`"),
+        (["ring", "--gamma", "-1"], "gamma_s_per_byte"),
         (["ring", "--axis", "data"], "only the links of a profile have axes"),
         (["ring", "--cluster", ""], "`--cluster`: cannot use it: its value is empty"),
     ],

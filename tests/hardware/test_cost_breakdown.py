@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from meshpar.hardware import cost_model as cost
+from meshpar.hardware.catalogue import GPUS
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, breakdown, compare
 from meshpar.sharding.units import si
@@ -36,6 +37,29 @@ def test_breakdowns_match_closed_forms(name):
     assert found.bus_bytes_per_s == pytest.approx(found.lower_bound_bytes / found.time_s)
     assert found.bytes_sent >= found.lower_bound_bytes
     assert found.to_json()["formulas"]["time"] in str(found)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gamma_adds_the_time_of_the_reduction(name):
+    options = {"inner": 2} if name == "hierarchical" else {}
+    gamma = GPUS["h100"].reduction_s_per_byte
+    plain, found = (breakdown(name, 8e6, 8, LINK, **options, gamma_s_per_byte=x) for x in (0.0, gamma))
+    assert plain.reduction_s == 0
+    assert found.time_s == pytest.approx(plain.time_s + found.reduction_s)
+    assert bool(found.reduction_s) == (found.algorithm.kind in ("all-reduce", "reduce-scatter"))
+    assert ("reduction" in str(found), "γ" in str(plain)) == (found.reduction_s > 0, False)
+    assert found.to_json()["gamma_s_per_byte"] == gamma == 3 / 3.35e12
+
+
+def test_gamma_moves_the_crossover_and_is_checked():
+    gamma = 5e-12
+    at = breakdown("ring", 1.0, 8, LINK, gamma_s_per_byte=gamma).crossover_bytes
+    ring, tree = (breakdown(name, at, 8, LINK, gamma_s_per_byte=gamma) for name in ("ring", "recursive-doubling"))
+    assert ring.time_s == pytest.approx(tree.time_s)
+    assert at < breakdown("ring", 1.0, 8, LINK).crossover_bytes
+    for wrong in (-1.0, float("nan")):
+        with raises("out-of-range", "`ring`"):
+            breakdown("ring", 1.0, 8, LINK, gamma_s_per_byte=wrong)
 
 
 def test_servers_and_two_levels():

@@ -79,10 +79,35 @@ def test_halving_doubling_reaches_the_bound_for_powers_of_two(payload, doublings
 
 
 def test_halving_doubling_adds_two_messages_for_other_counts():
-    assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=30, bytes_in_turn=40)
+    assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=30, bytes_in_turn=40, bytes_reduced=30)
     assert cost.halving_doubling_all_reduce(10, 6).bytes_sent == 2 * 3 / 4 * 10 + 10
     assert cost.halving_doubling_all_reduce(10, 6).bytes_in_turn == 2 * 3 / 4 * 10 + 20
     assert cost.halving_doubling_all_reduce(10, 6).steps == 6
+
+
+@pytest.mark.parametrize(("algorithm", "ranks", "reduced"), [
+    (cost.ring_all_reduce, 8, 7 / 8),
+    (cost.ring_reduce_scatter, 8, 7 / 8),
+    (cost.halving_reduce_scatter, 8, 7 / 8),
+    (cost.halving_doubling_all_reduce, 8, 7 / 8),
+    (cost.halving_doubling_all_reduce, 6, 3 / 4 + 1),
+    (cost.tree_all_reduce, 8, 3),
+    (cost.tree_all_reduce, 6, 3),
+    (cost.binomial_tree_all_reduce, 6, 3),
+    (cost.naive_root_all_reduce, 8, 7),
+    (functools.partial(cost.parameter_server_all_reduce, num_servers=8), 8, 7 / 8),
+    (cost.ring_all_gather, 8, 0),
+    (cost.all_to_all, 8, 0),
+    (cost.ring_broadcast, 8, 0),
+])  # fmt: skip
+def test_reduced_bytes_take_gamma(algorithm, ranks, reduced):
+    """Thakur, Rabenseifner, Gropp 2005, sections 4.3 to 4.5."""
+    found, gamma = algorithm(8e6, ranks), 3e-12
+    assert found.bytes_reduced == pytest.approx(reduced * 8e6)
+    assert found.time_s(LINK, gamma_s_per_byte=gamma) == pytest.approx(found.time_s(LINK) + reduced * 8e6 * gamma)
+    both = cost.hierarchical_all_reduce(8e6, 8 * ranks, inner=8)
+    assert both.inside.bytes_reduced == pytest.approx(7 / 8 * 8e6)
+    assert both.across.bytes_reduced == pytest.approx((ranks - 1) / ranks * 1e6)
 
 
 def test_one_rank_sends_nothing():
