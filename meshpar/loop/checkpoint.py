@@ -54,7 +54,7 @@ SET_ASIDE = "set_aside"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix that orbax appends to the name of an incomplete checkpoint."""
 _COMMITTED = "commit_success.txt"
-"""Object in each complete checkpoint of a bucket."""
+"""Name of the object that marks a complete checkpoint in a bucket."""
 _SHARE_FROM_BYTES = 1 << 20
 """Minimum bytes per replica for which processes share the write of a replicated array. The slices are computed before
 training continues, which costs more than it saves for small arrays. If no dim is divisible by the number of replicas,

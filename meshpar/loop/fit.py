@@ -130,7 +130,7 @@ class Run:
     state: TrainState
     """The state after the last dispatched step."""
     batches: Any
-    """The object with `get_state`: the iterator of the batches, or the batches."""
+    """The object whose `get_state` returns the data position: the batches, or an iterator of them."""
     steps: int
     """The step at which the run ends."""
     hooks: Sequence[Hook]

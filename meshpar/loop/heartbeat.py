@@ -164,7 +164,7 @@ class Watchdog:
             self._threads[-1].start()
 
     def keep_native_text(self) -> None:
-        """Delay the messages of C++ code on standard error by seconds, so that an abort is explained before its stack.
+        """Delay the messages of C++ code on standard error by a few seconds, so that an abort is explained first.
 
         Messages of Python code are not delayed.
         """

@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def path(self) -> Any:
-        """The folder as a path that reads the files of finished runs: `epath.Path` in a bucket."""
+        """The folder as a path, to read the files of a finished run: an `epath.Path` for a bucket."""
         from etils import epath
 
         return self.local if self.url is None else epath.Path(self.url)
@@ -70,7 +70,7 @@ class RunFolder:
         return self.local / CHECKPOINTS if self.url is None else remote.join(self.url, CHECKPOINTS)
 
     def has_checkpoints(self) -> bool:
-        """Return whether this is a run; of a run in a bucket, whether it has a complete checkpoint."""
+        """Return whether the run has a checkpoint folder; in a bucket, whether it has a complete checkpoint."""
         return self.checkpoints.is_dir() if self.url is None else bool(Checkpoints(self.checkpoints).steps())
 
     def download(self) -> None:

@@ -126,7 +126,10 @@ class SplitVjp:
         return alone(self.forward_steps(params, x))
 
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
-        """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.together`. So do other `_steps`."""
+        """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.together`.
+
+        Other methods with names in `_steps` do the same.
+        """
         out, _ = yield from self._forward.first(jax.tree.leaves((params, x)))
         y, residuals = out[: self._y.count], out[self._y.count :]
         return jax.tree.unflatten(self._y.structure, y), tuple(residuals[i] for i in self._residuals.saved)

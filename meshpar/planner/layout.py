@@ -115,14 +115,14 @@ class Placed:
     once: Memo = dataclasses.field(default_factory=Memo)
 
     @property
-    def batch_ways(self) -> int:
+    def batch_shards(self) -> int:
         """Number of shards of the batch."""
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes per device of parameters, optimizer state and other state between steps. Not an estimate."""
-        total = self.workload.whole_bytes + sum(weight.decision.bytes_per_device for weight in self.weights)
+        total = self.workload.replicated_bytes + sum(weight.decision.bytes_per_device for weight in self.weights)
         for slot in self.workload.slots:
             spec = () if slot.owner is None else tuple(self.weights[slot.owner].update)
             total += slot.nbytes // num_shards([spec[dim] for dim in slot.dims if dim < len(spec)], self.sizes)
@@ -160,7 +160,7 @@ class Placed:
 
     def _step_spec(self, layout: Layout) -> StepSpec:
         work, pipeline = self.workload, self.strategy.pipeline
-        rows = work.rows // (self.batch_ways * layout.microbatches)
+        rows = work.rows // (self.batch_shards * layout.microbatches)
         weights = self.weights
         if pipeline is not None:
             weights = tuple(of_stage(weight, pipeline.axis, pipeline.stages) for weight in weights)

@@ -80,7 +80,7 @@ class MemoryEstimate(Plain):
 def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """Return the memory per device under a layout."""
     work, step = placed.workload, placed.step_spec(layout)
-    rows = work.rows // (placed.batch_ways * layout.microbatches)
+    rows = work.rows // (placed.batch_shards * layout.microbatches)
     saved = int(rows * sum(nbytes for nbytes, held in _held(placed, layout.remat) if held.layers))
     # Without remat, a layer with prefetched weights recomputes the activations of its MLP.
     policy = "stages" if step.is_prefetched and layout.remat is None else None
@@ -113,7 +113,7 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
                 layer += _reduce_itemsize(placed) * (weight.leaf.size // shards)
         head = max(2 * logits, logits + weights.head)
     return MemoryEstimate(
-        state_bytes=placed.state_bytes, batch_bytes=work.batch_bytes // placed.batch_ways, kept_bytes=saved,
+        state_bytes=placed.state_bytes, batch_bytes=work.batch_bytes // placed.batch_shards, kept_bytes=saved,
         gradients_bytes=weights.sums, copies_bytes=weights.copies, head_bytes=head, layer_bytes=layer + partial_sums,
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ class StageLoad:
     microbatches: float
     """Saved activations, as a number of microbatches in all layers of a stage."""
     deferred: float
-    """Inputs of deferred weight gradients, in the same unit."""
+    """Inputs of deferred weight gradients, in the unit of `microbatches`."""
     copies: float
     """Number of copies of each parameter, over all stages."""
     chunk: float

@@ -102,7 +102,7 @@ class _Start:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The properties that determine the step time most: axes that shard layers or examples, and the schedule."""
+        """What determines the step time most: the schedule, and the sizes of axes other than `data` and `fsdp`."""
         pipeline = self.strategy.pipeline
         sizes = tuple(size for axis, size in self.sizes.items() if axis not in ("data", "fsdp"))
         return (*sizes, pipeline and pipeline.schedule)
@@ -224,7 +224,7 @@ class Search:
           members: meshes and strategies with the same sharding.
         """
         of = {axis: np.array([sizes[axis] for sizes, _ in members], float) for axis in placed.sizes}
-        work, state = self.workload, np.full(len(members), float(self.workload.whole_bytes))
+        work, state = self.workload, np.full(len(members), float(self.workload.replicated_bytes))
 
         cache: dict[frozenset[str], Any] = {}
 
@@ -365,7 +365,7 @@ class Search:
         are tried if the step would be faster than `below_s` without exposed messages.
         """
         work, is_undivided = self.workload, placed.strategy.pipeline is not None or not self.workload.is_divisible
-        counts = [1] if is_undivided else _divisors(work.rows // placed.batch_ways)
+        counts = [1] if is_undivided else _divisors(work.rows // placed.batch_shards)
         spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
@@ -374,7 +374,7 @@ class Search:
                     continue
                 time = self.clock.estimate(placed, layout, estimate)
                 yield Found(layout=layout, memory=estimate, time=time)
-                can_slice = work.rows % (placed.batch_ways * layout.microbatches * SLICES) == 0 and work.runs_layers
+                can_slice = work.rows % (placed.batch_shards * layout.microbatches * SLICES) == 0 and work.runs_layers
                 if can_slice and time.step_s - sum(time.exposed_s.values()) < below_s:
                     sliced = dataclasses.replace(layout, interleave=SLICES)
                     sliced_time = self.clock.estimate(placed, sliced, estimate)
@@ -403,7 +403,7 @@ class Search:
             try:
                 placed = self.placer.place(sizes, strategy)
                 is_undivided = strategy.pipeline is not None or not self.workload.is_divisible
-                max_steps = 1 if is_undivided else max(1, self.workload.rows // placed.batch_ways)
+                max_steps = 1 if is_undivided else max(1, self.workload.rows // placed.batch_shards)
                 layout = Layout(mesh=_spec(sizes), strategy=strategy)
                 found += [
                     self.estimate(dataclasses.replace(layout, remat=remat, accumulate=accumulate))
@@ -429,13 +429,13 @@ class Search:
             raise problem(layout.label, requested, reason, fix, code="unsupported-feature")
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
-        pieces = placed.batch_ways * layout.microbatches * layout.interleave
+        pieces = placed.batch_shards * layout.microbatches * layout.interleave
         if self.workload.rows % pieces:
             per_rank = layout.microbatches * layout.interleave
             raise problem(
                 layout.label,
                 f"divide a batch of {self.workload.rows} examples",
-                f"{placed.batch_ways} ranks with {per_rank} micro-steps and slices each need a multiple of {pieces}",
+                f"{placed.batch_shards} ranks with {per_rank} micro-steps and slices each need a multiple of {pieces}",
                 f"use a batch of {-(-self.workload.rows // pieces) * pieces}, or fewer micro-steps or slices",
                 code="indivisible",
             )
@@ -462,7 +462,7 @@ class Search:
         return list(_spec(named, min_size=1))
 
     def _can_split(self, axis: str, size: int) -> bool:
-        """Return whether a strategy has a use for an axis of this size: each parallelism shards a parameter over it."""
+        """Return whether a strategy can use an axis of this size, to shard a parameter or only the batch."""
         sizes = dict(_spec({axis: size}))
         for strategy in self.strategies(sizes):
             with contextlib.suppress(MeshparError):
@@ -471,7 +471,7 @@ class Search:
                 used = {axis for spec in specs for axis in axes_of_spec(spec)}
                 # A parallelism without rules for parameters shards the batch only.
                 has_use = (used & set(part.axes) or not _shards_params(part) for part in strategy.parts)
-                if self.workload.rows % placed.batch_ways == 0 and all(has_use):
+                if self.workload.rows % placed.batch_shards == 0 and all(has_use):
                     return True
         return False
 

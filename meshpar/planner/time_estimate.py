@@ -138,7 +138,7 @@ class Clock:
     """Estimates step times of layouts on a cluster."""
 
     def __init__(self, cluster: Cluster, *, rates: Rates | None = None) -> None:
-        """Create the model, with the expected rates of the cluster by default."""
+        """Create the estimator, with the expected rates of the cluster by default."""
         self.cluster, self.rates = cluster, rates or cluster.rates
         self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
 
@@ -235,7 +235,7 @@ class Clock:
     def _moved_bytes(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> float:
         """Return the bytes that kernels other than dense matmuls move per step."""
         work, stages = placed.workload, placed.strategy.pipeline.stages if placed.strategy.pipeline else 1
-        rows = work.rows // placed.batch_ways
+        rows = work.rows // placed.batch_shards
         activations = rows * sum(placed.held_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are computed twice
             activations += rows * 2 * 4 * placed.logits_per_row()
@@ -275,7 +275,7 @@ class Clock:
         These are the activations of microbatches; gradients of embedding and head, which are replicated over stages;
         and weights of chunks that the schedule places on other stages, with their gradients.
         """
-        rows = placed.workload.rows // (placed.batch_ways * layout.microbatches)
+        rows = placed.workload.rows // (placed.batch_shards * layout.microbatches)
         yield timing.hops, rows * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
         rounds = math.ceil(math.log2(timing.stages))
         for weight in placed.weights:

@@ -86,10 +86,10 @@ class Workload:
     model: Model
     """The model, whose shapes and names are cached."""
     leaves: tuple[Leaf, ...]
-    """Leaves of the parameters."""
+    """Path, shape, dtype and names of each parameter."""
     slots: tuple[Slot, ...]
     """Arrays of the optimizer state."""
-    whole_bytes: int
+    replicated_bytes: int
     """Bytes of replicated state: counters, the PRNG key, and variables of the model."""
     tx: optax.GradientTransformation
     precision: Precision
@@ -231,7 +231,7 @@ def describe(
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker, held=held,
         runs_layers=runs_layers, looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
         vocab_chunk=vocab_chunk, nodes_visited=nodes_visited, row_bytes=row_bytes,
-        whole_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
+        replicated_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import is_url
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
-"""The package that reads and writes the URLs of a scheme. fsspec finds it, and so does `etils.epath` under orbax."""
+"""For each URL scheme, the package that fsspec reads and writes with. orbax uses it, too, through `etils.epath`."""
 CACHE = "MESHPAR_CACHE"
 """Environment variable with the folder for copies of remote files."""
 _PROBE_S = 60.0

@@ -189,7 +189,7 @@ class TableLayout:
     params: PyTree
     grads: PyTree
     updates: PyTree
-    """Specs in which the optimizer update is computed, like the optimizer state of each parameter."""
+    """For each parameter, the spec with which its update is computed: that of its optimizer state."""
     optimizer: PyTree
     extra: PyTree
     variables: Variables

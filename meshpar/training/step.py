@@ -448,8 +448,8 @@ def _call(loss_fn: LossFn, model: Any, examples: PyTree, key: jax.Array) -> Any:
 def _refusing_other_axes(loss: Evaluate, setup: Setup) -> Evaluate:
     """Return a loss in which jax refuses collectives over mesh axes that no rule of the strategy names.
 
-    The error then has the user's line. jax 0.10 lacks `jax.sharding.no_collectives`. There, `explain` finds such
-    collectives in the compiled program.
+    The error then names a line of the user's code. jax 0.10 lacks `jax.sharding.no_collectives`. There, `explain` finds
+    such collectives in the compiled program.
     """
     used = frozenset[str]().union(*(rules.axes for rules in setup.strategy.rules))
     unused = frozenset(axis for axis, size in setup.sizes.items() if size > 1 and axis not in used)

@@ -466,7 +466,7 @@ def exhaustive(search):
                 layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, **cut)
                 try:
                     placed = search.placer.place(sizes, strategy)
-                    if work.rows % (placed.batch_ways * layout.microbatches * slices):
+                    if work.rows % (placed.batch_shards * layout.microbatches * slices):
                         continue
                     held = memory.estimate(placed, layout)
                     if held.peak_bytes <= search.limit_bytes:

@@ -111,7 +111,7 @@ class ParamUsage(NamedTuple):
     """Uses of a parameter in a model without activation constraints; see `meshpar.inspect.param_usage`."""
 
     full: int
-    """Uses of the full parameter."""
+    """Number of uses of the full parameter."""
     slices: tuple[tuple[int, int], ...] = ()
     """Pairs (number of elements of a slice, number of uses)."""
     rows: int = 0

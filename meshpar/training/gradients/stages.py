@@ -339,7 +339,7 @@ class _Epilogue:
 
     @staticmethod
     def of(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str) -> _Epilogue:
-        """Extract the computations from a loss function."""
+        """Trace a loss function, and extract these computations from it."""
         y, aux = _results_of_layers(loss, params, extra, batch, key)
         if aux is None and not jax.tree.leaves(extra):
             return _Epilogue(aux=None, metrics=frozenset(), share=0.0, _run=lambda extra, aux: ({}, extra))
@@ -374,7 +374,7 @@ class _Epilogue:
         return _Epilogue(aux=aux, metrics=frozenset(aux_metrics), share=share, _run=run)
 
     def with_zeros(self, y: Any) -> Any:
-        """Return the result of `scan_layers` in a stage."""
+        """Return y, and zeros for the `Aux`, in the form in which `scan_layers` returns them."""
         return y if self.aux is None else (y, _zeros(self.aux))
 
     def aux_of_chunk(self, aux: Aux | None) -> Aux:
