@@ -15,9 +15,12 @@ Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -48,6 +51,9 @@ _Half: TypeAlias = Literal["all", "first", "second"]
 _Segments: TypeAlias = tuple[Int[Array, "n B s"], Int[Array, "N n B s"]]
 """Segments of the local tiles, and of the tiles of all ranks."""
 Carry = TypeVar("Carry")
+WINDOWS = "windows_"
+"""Prefix of the scope of a choice between `Windows`, followed by their frequencies."""
+_WINDOWS = re.compile(rf"{WINDOWS}([0-9_]+)\)*(/cond)?\Z")
 TILE = 512
 """Default tile size of plain matmuls, in positions. The scores of a tile have `B H 512²` elements."""
 
@@ -66,6 +72,29 @@ class TileKernel(NamedTuple):
     exp(scores - lse) are the weights of the full softmax."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Several windows, of which `index` selects one at run time, for a scan over layers with different windows."""
+
+    sizes: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    frequencies: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    """Number of layers with each window, for counts of FLOPs and messages."""
+    index: Int[Array, ""]
+
+    def select(self, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+        """Run the branch of the selected window."""
+        with jax.named_scope(WINDOWS + "_".join(map(str, self.frequencies))):
+            return lax.switch(self.index, branches, *operands)
+
+
+def window_shares(scopes: str) -> tuple[Fraction, ...] | None:
+    """Return how often each branch of a choice between `Windows` runs, from the scopes of the conditional."""
+    match = _WINDOWS.search(scopes)
+    counts = [int(count) for count in match[1].split("_")] if match else []
+    return tuple(Fraction(count, sum(counts)) for count in counts) or None
+
+
 def ring_attention(
     q: Float[Array, "B t H D"],
     k: Float[Array, "B t K D"],
@@ -75,7 +104,7 @@ def ring_attention(
     causal: bool = True,
     order: Literal["zigzag", "contiguous"] = "zigzag",
     scale: float | None = None,
-    window: int | None = None,
+    window: int | Windows | None = None,
     cap: float | None = None,
     segments: Int[Array, "B t"] | None = None,
     tile: int | None = None,
@@ -123,11 +152,11 @@ def ring_attention(
     _check_ring_options(q.shape[1], order, causal, scale, tile, kernel, window=window, cap=cap, segments=segments)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = _Ring(axis, num_ranks, causal, order, scale, window, cap, kernel)
+    ring = _Ring(axis, num_ranks, causal, order, scale, None, cap, kernel)
     tile = tile or (TILE if kernel is None else length)
     q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):
-        return _attend(ring, q, k, v, segments, _nearest_divisor(length, tile))
+        return _attend(ring, q, k, v, window, segments, _nearest_divisor(length, tile))
 
 
 def blockwise_attention(
@@ -136,7 +165,7 @@ def blockwise_attention(
     v: Float[Array, "B T K D"],
     *,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | Windows | None = None,
     cap: float | None = None,
     segments: Int[Array, "B T"] | None = None,
     tile: int = TILE,
@@ -151,7 +180,8 @@ def blockwise_attention(
     Args:
       q, k, v: queries, keys and values. Query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
       scale: factor of the scores before the softmax, by default `D ** -0.5`.
-      window: number of positions, up to and including itself, that a position attends to. None: no limit.
+      window: number of positions, up to and including itself, that a position attends to. None: no limit. `Windows`
+        selects a number at run time.
       cap: scores s become `cap tanh(s / cap)` before the mask. None: no cap.
       segments: integers; positions attend only to positions with the same integer, as for packed sequences.
       tile: number of positions of a tile. The sequence is padded to a multiple.
@@ -165,12 +195,14 @@ def blockwise_attention(
     where = "blockwise_attention"
     _check_arrays(where, q, k, v, window, cap, segments)
     check_positive_int(where, "a number of positions", tile=tile)
-    ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, window, cap)
+    ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, None, cap)
     with jax.named_scope("blockwise_attention"):
-        return _attend(ring, q, k, v, segments, min(tile, q.shape[1]))
+        return _attend(ring, q, k, v, window, segments, min(tile, q.shape[1]))
 
 
-def _attend(ring: _Ring, q: Array, k: Array, v: Array, segments: Array | None, size: int) -> Array:
+def _attend(
+    ring: _Ring, q: Array, k: Array, v: Array, window: int | Windows | None, segments: Array | None, size: int
+) -> Array:
     """Split the arrays into tiles of `size` positions, run the ring, and join the tiles of the output."""
     padding = -q.shape[1] % size
 
@@ -186,7 +218,11 @@ def _attend(ring: _Ring, q: Array, k: Array, v: Array, segments: Array | None, s
         local_nBs = tiles(segments[..., None])[..., 0]
         all_NnBs = lax.all_gather(local_nBs, ring.axis) if ring.num_ranks > 1 else local_nBs[None]
         tiled_segments = local_nBs, all_NnBs
-    o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([tiles(k), tiles(v)], axis=1), tiled_segments)
+    arrays = q_nBKGsD, jnp.stack([tiles(k), tiles(v)], axis=1), tiled_segments
+    if isinstance(window, Windows):
+        o_nBKGsD = _attention(ring, *arrays, window)
+    else:
+        o_nBKGsD = _attention(ring._replace(window=window), *arrays, None)
     o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
     return o[:, : q.shape[1]] if padding else o
 
@@ -261,11 +297,40 @@ class _Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> Array:
-    return _forward(ring, q, kv, segments)[0]
+def _attention(ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: Windows | None) -> Array:
+    return _attention_forward(ring, q, kv, segments, windows)[0]
 
 
-def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tuple[Array, tuple[Any, ...]]:
+def _attention_forward(
+    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: Windows | None
+) -> tuple[Array, tuple[Any, ...]]:
+    o, lse = _in_window(ring, windows, _forward, q, kv, segments)
+    # With these names a remat policy can save the results, so that the tiles are not computed a second time.
+    o, lse = (checkpoint_name(x, "attention") for x in (o, lse))
+    return o, (q, kv, o, lse, segments, windows)
+
+
+def _attention_backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array, None, None]:
+    dq, dkv = _in_window(ring, saved[-1], _backward, saved[:-1], do)
+    return dq, dkv, None, None
+
+
+def _in_window(ring: _Ring, windows: Windows | None, run: Callable[..., Any], *args: Any) -> Any:
+    """Run a function of the ring with the selected window.
+
+    The choice is inside the function with the custom gradient, because the gradient of a `switch` would save the
+    arrays of all branches.
+    """
+    if windows is None:
+        return run(ring, *args)
+    return windows.select([functools.partial(run, ring._replace(window=size)) for size in windows.sizes], *args)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tuple[Array, Array]:
+    """Compute the attention, and the log-sum-exp of the scores of each query."""
     N, dtype = ring.num_ranks, _at_least_float32(q.dtype)
     visible = functools.partial(_visibility, ring, q, segments)
 
@@ -285,12 +350,10 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tu
         carry = _loop(1, N - 1, step, (next_kv, softmax))
         _, softmax = step(N - 1, carry, is_last=True)
     o = (softmax.values_nBKGsD / softmax.sum_nBKGs[..., None]).astype(q.dtype)
-    # With these names a remat policy can save the results, so that the tiles are not computed a second time.
-    o, lse = (checkpoint_name(x, "attention") for x in (o, softmax.max_nBKGs + jnp.log(softmax.sum_nBKGs)))
-    return o, (q, kv, o, lse, segments)
+    return o, softmax.max_nBKGs + jnp.log(softmax.sum_nBKGs)
 
 
-def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array, None]:
+def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array]:
     """Compute gradients. Each block of keys travels around the ring, and its gradients follow one step later."""
     q, kv, o, lse, segments = saved
     N, dtype = ring.num_ranks, _at_least_float32(q.dtype)
@@ -327,10 +390,7 @@ def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Ar
         _, dq, dkv_out = step(N - 1, carry, is_last=True) if N > 2 else carry
         remote_dkv = ring.next(dkv_out)
     dq, local_dkv = _local_tiles(ring, q, local, _Gradients(dq, local_dkv), "second")
-    return dq.astype(q.dtype), (remote_dkv + local_dkv).astype(kv.dtype), None
-
-
-_attention.defvjp(_forward, _backward)
+    return dq.astype(q.dtype), (remote_dkv + local_dkv).astype(kv.dtype)
 
 
 def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
@@ -562,8 +622,9 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
     check_divides(where, shapes, q.shape[2], k.shape[2], "use a multiple of the key/value heads as query heads")
     is_floating = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)
     check_cases(where, shapes, "wrong-dtype", (not is_floating, "they must have one floating dtype", "cast them"))
-    if window is not None:
-        check_positive_int(where, "a number of positions", window=window)
+    for size in window.sizes if isinstance(window, Windows) else (window,):
+        if size is not None:
+            check_positive_int(where, "a number of positions", window=size)
     if cap is not None:
         check_number(where, "50.0", cap=cap)
     if segments is not None:

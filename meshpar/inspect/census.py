@@ -270,7 +270,9 @@ def _collective(
         count_by_stage=counts or (),
         count_known=visit.times_known,
         loops=visit.loops,
-        in_branch=any(cells is None or cells.mask(branch) is None for branch in visit.branches),
+        in_branch=any(
+            branch.share is None and (cells is None or cells.mask(branch) is None) for branch in visit.branches
+        ),
         op_name=op_name,
         module=scopes.module_path(op_name),
         source=source,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from meshpar.collectives import flash
+from meshpar.collectives.attention import window_shares
 from meshpar.inspect.timeline.program_work import causal_share
 from meshpar.inspect.traced_collectives import num_trips
 from meshpar.layers.losses import scalar
@@ -65,8 +67,9 @@ def matmul_flops(
 ) -> int:
     """Return the FLOPs of the matmuls and convolutions of a jaxpr, including loops, branches and calls.
 
-    Scans are multiplied by their length, and `while` loops by a constant trip count or 1. Only the most expensive
-    branch of a `cond` counts, and the body of a `shard_map` counts once for every device that it is manual over.
+    Scans are multiplied by their length, and `while` loops by a constant trip count or 1. A choice between windows
+    counts as the mean over layers. Only the most expensive branch of any other `cond` counts, and the body of a
+    `shard_map` counts once for every device that it is manual over.
     """
     notes, products = {} if notes is None else notes, _PRODUCTS if products is None else products
     return sum(_equation_flops(equation, notes, products) for equation in jaxpr.eqns)
@@ -83,7 +86,8 @@ def _equation_flops(equation: Any, notes: dict[str, None], products: Mapping[str
         return 2 * product  # tokamax's, whose kernels have no jaxpr
     inner = [matmul_flops(jaxpr, notes, products=products) for jaxpr in core.jaxprs_in_params(params)]
     if name == "cond":
-        return max(inner, default=0)
+        shares = window_shares(str(equation.source_info.name_stack))
+        return max(inner, default=0) if shares is None else round(sum(map(operator.mul, shares, inner)))
     runs: int | None = 1
     if name == "while":
         runs = num_trips(equation)

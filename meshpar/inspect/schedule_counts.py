@@ -47,7 +47,7 @@ class ScheduleCounts:
         ticks, mask = selected
         trips = (loop.trip_count for index, loop in enumerate(visit.loops) if index != ticks)
         times = math.prod(1 if trip is None else trip for trip in trips)
-        return tuple(int(count) * times for count in mask.sum(0))
+        return tuple(round(int(count) * times * visit.share) for count in mask.sum(0))
 
     def choices(self, module: Module, loop: str) -> dict[str, np.ndarray] | None:
         """Return the branch of each conditional in the tick loop: int `[tick, stage]`, −1 if it is not reached.

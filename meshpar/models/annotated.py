@@ -28,23 +28,36 @@ def into_residual(cfg: TransformerConfig) -> Initializer:
 
 
 def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """Return a function that creates linear layers with logical dim names and without bias."""
+    """Return a function that creates linear layers with logical dim names."""
 
     def make(
-        inputs: Any, outputs: Any, *, names: tuple[str | None, ...], axis: Any = -1, init: Initializer | None = None
+        inputs: Any,
+        outputs: Any,
+        *,
+        names: tuple[str | None, ...],
+        axis: Any = -1,
+        init: Initializer | None = None,
+        bias: bool = False,
     ) -> nnx.LinearGeneral:
+        num_outputs = len(outputs) if isinstance(outputs, tuple) else 1
         return nnx.LinearGeneral(
             inputs,
             outputs,
             axis=axis,
-            use_bias=False,
+            use_bias=bias,
             param_dtype=jnp.dtype(cfg.param_dtype),
             kernel_init=nnx.with_partitioning(init or nnx.initializers.lecun_normal(), names),
+            bias_init=nnx.with_partitioning(nnx.initializers.zeros_init(), names[-num_outputs:]),
             dot_general=NamedDot(names),
             rngs=rngs,
         )
 
     return make
+
+
+def add_bias(layer: nnx.LinearGeneral, y: Array) -> Array:
+    """Add the bias of a layer, if it has one, to the result of a matmul with its `bare` kernel."""
+    return y if layer.bias is None else y + layer.bias[...]
 
 
 def bare(layer: nnx.LinearGeneral) -> Array:

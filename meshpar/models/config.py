@@ -105,6 +105,25 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Attention of a kind of layer, for models whose layers differ."""
+
+    window: int | None = None
+    """Sliding window, as `TransformerConfig.attention_window`."""
+    has_rope: bool = True
+    """Whether queries and keys have rotary embeddings (Yang et al. 2025, "Rope to Nope and Back Again")."""
+    rope_theta: float | None = None
+    """Base of the rotary wavelengths, which are then not scaled. `None` means the base and the scaling of the model."""
+
+    def __post_init__(self) -> None:
+        check_bool("LayerKind", "queries and keys have rotary embeddings", has_rope=self.has_rope)
+        if self.window is not None:
+            check_positive_int("LayerKind", "a size", window=self.window)
+        if self.rope_theta is not None:
+            check_number("LayerKind", "10_000.0, or None", rope_theta=self.rope_theta)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU, as in Llama."""
 
@@ -144,6 +163,15 @@ class TransformerConfig:
     attention_window: int | None = None
     """Sliding window of all layers: a position attends to itself and the `attention_window - 1` positions before it.
     `None` means full causal attention. Not supported by ring attention with cuDNN."""
+    layer_pattern: tuple[LayerKind, ...] = ()
+    """Attention of the layers: layer i has kind `layer_pattern[i % len(layer_pattern)]`. It is an alternative to
+    `attention_window`. Empty means that all layers are equal."""
+    attention_scale: float | None = None
+    """Factor of the attention scores before the cap and the softmax. `None` means `head_dim ** -0.5`."""
+    qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases (Qwen2). Not with `latent`."""
+    out_bias: bool = False
+    """Whether the output projection of the attention has a bias. Not with `latent`."""
     qk_norm: bool = False
     """Whether the query and key of each head have an RMSNorm before the rotary embedding (Qwen3). Not with `latent`."""
     attention_cap: float | None = None
@@ -169,15 +197,19 @@ class TransformerConfig:
     """Number of initial layers of an MoE model that have an ordinary MLP."""
 
     def __post_init__(self) -> None:
-        where, caps = "TransformerConfig", ("attention_cap", "logits_cap")
+        where, caps = "TransformerConfig", ("attention_cap", "logits_cap", "attention_scale")
         sizes = ["vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"]
         sizes += [field for field in ("vocab_chunk", "attention_window") if getattr(self, field) is not None]
         check_positive_int(where, "a size", **{field: getattr(self, field) for field in sizes})
         check_int(where, "the number of initial dense layers", num_dense_layers=self.num_dense_layers)
         for field in ("rope_theta", "norm_eps", *(cap for cap in caps if getattr(self, cap) is not None)):
             check_number(where, "50.0, or None" if field in caps else "1e-5", **{field: getattr(self, field)})
+        if not isinstance(self.layer_pattern, tuple) or not all(isinstance(x, LayerKind) for x in self.layer_pattern):
+            reason, fix = "it must be a tuple of LayerKind", "use (LayerKind(window=512), LayerKind())"
+            raise problem(f"{where}(layer_pattern=...)", f"be {self.layer_pattern!r}", reason, fix, code="wrong-type")
         check_bool(where, "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings)
         check_bool(where, "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
+        check_bool(where, "projections have biases", qkv_bias=self.qkv_bias, out_bias=self.out_bias)
         check_choice(where, "the dtype of the initial parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
         check_choice(where, "the implementation of attention", get_args(Attention), attention=self.attention)
         check_choice(where, "the kind of matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
@@ -207,6 +239,12 @@ class TransformerConfig:
              "use rotated_factor, or set latent=LatentAttention(...)", "conflict"),
             (latent and self.qk_norm, "qk_norm", "latent attention normalizes the latents instead", "omit qk_norm",
              "conflict"),
+            (latent and (self.qkv_bias or self.out_bias), "qkv_bias" if self.qkv_bias else "out_bias",
+             "latent attention has no biases", "omit it", "conflict"),
+            (latent and self.attention_scale, "attention_scale", "latent attention has its own scale", "omit it",
+             "conflict"),
+            (self.layer_pattern and self.attention_window, "attention_window",
+             "the kinds of layer_pattern have their own windows", "omit one of them", "conflict"),
             (latent and self.num_kv_heads != heads, "num_kv_heads", "with latent attention it must equal num_heads",
              f"use num_kv_heads={heads}", "conflict"),
             (latent and self.head_dim != latent.head_dim, "head_dim",
@@ -226,9 +264,15 @@ class TransformerConfig:
         )  # fmt: skip
 
     @property
-    def attention_limits(self) -> dict[str, Any]:
-        """Keyword arguments for all implementations of attention."""
-        return {"window": self.attention_window, "cap": self.attention_cap}
+    def kind_of_layer(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
+        pattern = self.layer_pattern or (LayerKind(window=self.attention_window),)
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The different kinds of layers, in the order of their first layer."""
+        return tuple(dict.fromkeys(self.kind_of_layer))
 
     @property
     def num_moe_layers(self) -> int:
@@ -241,10 +285,12 @@ class TransformerConfig:
         tables = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         norms = self.embed_dim * (2 * self.num_layers + 1)
         norms += 2 * self.head_dim * self.num_layers * self.qk_norm
+        biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias
+        biases += self.embed_dim * self.out_bias
         if self.latent is not None:
             norms += self.num_layers * ((self.latent.q_rank or 0) + self.latent.kv_rank)
         experts = 0 if self.moe is None else self.num_moe_layers * self.moe.num_params(self.embed_dim)
-        return tables + norms + self._dense_matmul_params + experts
+        return tables + norms + self.num_layers * biases + self._dense_matmul_params + experts
 
     @property
     def num_active_params(self) -> int:

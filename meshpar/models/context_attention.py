@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
-from meshpar.collectives.attention import TileKernel
+from meshpar.collectives.attention import TileKernel, Windows
 from meshpar.parallel.context_parallelism import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.manual_regions import outer_axes, per_device
@@ -88,7 +89,7 @@ def ring(
     segments_BT: Array | None = None,
     *,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | Windows | None = None,
     cap: float | None = None,
     kernel: TileKernel | None = None,
 ) -> Array:
@@ -97,19 +98,20 @@ def ring(
     The `shard_map` is also manual over the axes that shard the batch and the heads. If query and key heads are sharded
     differently, the compiler partitions the heads, except with a library kernel.
     """
-    axes, extra = sequence_axes(q_BTHD), () if segments_BT is None else (segments_BT,)
+    axes = sequence_axes(q_BTHD)
+    extra = (segments_BT, window if isinstance(window, Windows) else None)
 
-    def attention(q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
-        return ring_attention(q, k, v, axis=axes, scale=scale, window=window, cap=cap, segments=segments, kernel=kernel)
+    def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: Windows | None) -> Array:
+        options: dict[str, Any] = {"scale": scale, "window": windows or window, "cap": cap, "segments": segments}
+        return ring_attention(q, k, v, axis=axes, kernel=kernel, **options)
 
     if kernel is not None:
-        return by_device(attention, q_BTHD, k_BTKD, kv_heads="attn_kv_heads")(q_BTHD, k_BTKD, v_BTKD)
+        return by_device(attention, q_BTHD, k_BTKD, kv_heads="attn_kv_heads")(q_BTHD, k_BTKD, v_BTKD, *extra)
     q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
     kv = spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
-    rows = [PartitionSpec(*q[:2])] * len(extra)
-    return per_device(attention, (q, kv, kv, *rows), q)(q_BTHD, k_BTKD, v_BTKD, *extra)
+    return per_device(attention, (q, kv, kv, PartitionSpec(*q[:2]), PartitionSpec()), q)(q_BTHD, k_BTKD, v_BTKD, *extra)
 
 
 def by_device(
@@ -117,8 +119,9 @@ def by_device(
 ) -> Callable[..., Array]:
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
-    Its arguments are queries, keys and values `[B, T, H or K, D]`, and optional arrays `[B, T]`. If the key heads have
-    fewer shards than the query heads, each device receives all key heads and selects the heads of the local queries.
+    Its arguments are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and `Windows` or None. If
+    the key heads have fewer shards than the query heads, each device receives all key heads and selects the heads of
+    the local queries.
     """
     if ambient() is None:
         return kernel
@@ -128,14 +131,14 @@ def by_device(
 
     def sharded(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
         options = {"all_axes": True, "check_vma": check_vma}
-        return lambda *arrays: per_device(kernel, (q, kv, kv, *[rows] * len(arrays[3:])), q, **options)(*arrays)
+        return lambda *arrays: per_device(kernel, (q, kv, kv, rows, PartitionSpec()), q, **options)(*arrays)
 
     if q[2] == kv[2]:
         return sharded(kernel, q)
     axes = _axes(q[2])
     shared = q_BTHD.shape[2] // k_BTKD.shape[2]
 
-    def with_local_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *extra: Array) -> Array:
+    def with_local_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *extra: Any) -> Array:
         num_heads = q_BTHD.shape[2]
         heads = (jax.lax.axis_index(axes) * num_heads + jnp.arange(num_heads)) // shared
         if num_heads % shared == 0 or shared % num_heads == 0:  # each local key head serves equally many query heads

@@ -87,7 +87,7 @@ def attend(cfg: TransformerConfig, q_BTHD: Array, k_BTHN: Array, r_BTR: Array, v
     q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
     marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
     q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
-    o_BTHW = layers.full_attention(cfg, q_BTHD, k_BTHD, v_BTHW, angles.segments_BT)
+    o_BTHW = layers.full_attention(cfg, q_BTHD, k_BTHD, v_BTHW, angles)
     return layers.heads_layout(o_BTHW, "act_heads")
 
 
@@ -116,10 +116,8 @@ def attend_to_latents(
     q_BTHC = jnp.einsum("BTHN,CHN->BTHC", q_BTHD[..., :nope_dim], key_up_CHN.astype(q_BTHD.dtype))
     q_BTHCR = jnp.concatenate([q_BTHC, q_BTHD[..., nope_dim:]], axis=-1)
     k_BS1CR = jnp.concatenate([c_BS1C, r_BS1R], axis=-1)
-    scale = q_BTHD.shape[-1] ** -0.5
-    o_BTHC = layers.cached_attention(
-        q_BTHCR, k_BS1CR, c_BS1C, first_position=length, scale=scale, **cfg.attention_limits
-    )
+    limits = layers.limits_of(cfg, angles.kind) | {"scale": q_BTHD.shape[-1] ** -0.5}
+    o_BTHC = layers.cached_attention(q_BTHCR, k_BS1CR, c_BS1C, first_position=length, **limits)
     o_BTHW = jnp.einsum("BTHC,CHW->BTHW", o_BTHC, value_up_CHW.astype(o_BTHC.dtype))
     return layers.heads_layout(o_BTHW, "act_heads"), cache
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import blockwise_attention, cudnn, flash
-from meshpar.collectives.attention import capped
+from meshpar.collectives.attention import Windows, capped
 from meshpar.layers.precision import dot_general
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
@@ -165,6 +165,8 @@ class Rope(NamedTuple):
     sin_BTF: Float[Array, "B T F"]
     segments_BT: Int[Array, "B T"] | None = None
     """Segment ids of packed sequences. Positions attend only within their segment. `None` means no packing."""
+    kind: Int[Array, ""] | None = None
+    """Index of the layer's kind in `TransformerConfig.kinds`, if there are several."""
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> np.ndarray:
@@ -194,6 +196,21 @@ def rope(positions_BT: Array, frequencies_F: np.ndarray, dtype: jax.typing.DType
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
+def of_kind(cfg: TransformerConfig, angles_BTRF: Rope, kind: Array) -> Rope:
+    """Select the rotary angles of a layer. Dim R has the tables of `rope_tables`."""
+    tables = rope_tables(cfg)
+    if len(tables) == 1:
+        return angles_BTRF._replace(kind=kind)
+    index = jnp.asarray([tables.index((each.has_rope, each.rope_theta)) for each in cfg.kinds])[kind]
+    cos_BTF, sin_BTF = (jax.lax.dynamic_index_in_dim(x, index, 2, keepdims=False) for x in angles_BTRF[:2])
+    return angles_BTRF._replace(cos_BTF=cos_BTF, sin_BTF=sin_BTF, kind=kind)
+
+
+def rope_tables(cfg: TransformerConfig) -> list[tuple[bool, float | None]]:
+    """Return the different values of (has_rope, rope_theta) of the kinds of layers."""
+    return list(dict.fromkeys((kind.has_rope, kind.rope_theta) for kind in cfg.kinds))
+
+
 def rotate(x_BTHD: Array, angles: Rope) -> Array:
     """Rotate the pairs of dimensions (i, i + D/2) of each head by the angles of its position."""
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
@@ -212,7 +229,8 @@ def causal_attention(
     segments_BT: Array | None = None,
     *,
     implementation: Attention = "xla",
-    window: int | None = None,
+    scale: float | None = None,
+    window: int | Windows | None = None,
     cap: float | None = None,
 ) -> Array:
     """Compute causal softmax attention.
@@ -226,6 +244,7 @@ def causal_attention(
       implementation: "xla", "blockwise", "cudnn" or "tokamax". The last two raise an error if the library is missing or
         does not support these shapes and dtypes. All but "xla" need equal dimensions of keys and values, so the smaller
         is padded.
+      scale: factor of the scores, by default `D ** -0.5`.
       window: a position attends to itself and the `window - 1` positions before it.
       cap: scores s become `cap tanh(s / cap)`.
 
@@ -233,15 +252,24 @@ def causal_attention(
       ValueError: the implementation does not support an option.
     """
     if implementation == "xla":
-        return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, window=window, cap=cap)
+        limits: dict[str, Any] = {"scale": scale, "window": window, "cap": cap}
+        return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, **limits)
     if implementation == "blockwise":
-        kernel = functools.partial(blockwise_attention, window=window, cap=cap, segments=segments_BT)
-    elif implementation == "tokamax":
-        kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, window=window, cap=cap)
+        blockwise = functools.partial(blockwise_attention, window=window, cap=cap, segments=segments_BT)
+        return _in_one_width(blockwise, q_BTHD, k_BTKD, v_BTKW, scale)
+    kernel: Callable[..., Array] = _by_cudnn
+    if implementation == "tokamax":
+        kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, cap=cap)
     else:
         _refuse("cuDNN's attention does", segments=segments_BT, cap=cap)
-        kernel = functools.partial(_by_cudnn, window=window)
-    return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
+
+    def with_window(size: int | None) -> Callable[..., Array]:
+        return functools.partial(_in_one_width, functools.partial(kernel, window=size), scale=scale)
+
+    if not isinstance(window, Windows):
+        return with_window(window)(q_BTHD, k_BTKD, v_BTKW)
+    # The kernels need a static window, so the gradient of this choice saves the arrays of all branches.
+    return window.select([with_window(size) for size in window.sizes], q_BTHD, k_BTKD, v_BTKW)
 
 
 def _refuse(subject: str, **options: object) -> None:
@@ -262,7 +290,7 @@ def cached_attention(
     *,
     first_position: Array | int,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | Windows | None = None,
     cap: float | None = None,
 ) -> Array:
     """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
@@ -278,13 +306,30 @@ def cached_attention(
     scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=dtype) * scale
     scores_BKGTS, _ = capped(scores_BKGTS, cap)
     ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
-    seen_TS = ahead_TS >= 0 if window is None else (ahead_TS >= 0) & (ahead_TS < window)
+    width: Array | int | None = window if not isinstance(window, Windows) else _selected_width(window)
+    seen_TS = ahead_TS >= 0 if width is None else (ahead_TS >= 0) & (ahead_TS < width)
     if segments_BT is not None:
         seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
     scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(dtype).min)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKW.dtype)
     o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
     return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
+
+
+def _selected_width(window: Windows) -> Array:
+    return jnp.asarray([np.iinfo(np.int32).max if size is None else size for size in window.sizes])[window.index]
+
+
+def limits_of(cfg: TransformerConfig, kind: Array | None) -> dict[str, Any]:
+    """Return the keyword arguments for all implementations of attention, for a layer of a kind."""
+    windows = tuple(dict.fromkeys(each.window for each in cfg.kinds))
+    limits = {"scale": cfg.attention_scale, "window": windows[0], "cap": cfg.attention_cap}
+    if len(windows) == 1:
+        return limits
+    assert kind is not None
+    index = jnp.asarray([windows.index(each.window) for each in cfg.kinds])[kind]
+    of_layers = [each.window for each in cfg.kind_of_layer]
+    return limits | {"window": Windows(windows, tuple(map(of_layers.count, windows)), index)}
 
 
 def _by_cudnn(
@@ -296,16 +341,19 @@ def _by_cudnn(
         return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, **options, implementation="cudnn")
 
 
-def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
+def _in_one_width(
+    attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, scale: float | None
+) -> Array:
     """Run an attention kernel that needs equal dimensions of keys and values, with zero padding of the smaller."""
     head_dim, v_dim = k_BTKD.shape[-1], v_BTKW.shape[-1]
     if head_dim == v_dim:
-        return attention(q_BTHD, k_BTKD, v_BTKW)
+        return attention(q_BTHD, k_BTKD, v_BTKW, scale=scale)
 
     def padded(x: Array) -> Array:
         return jnp.pad(x, [(0, 0)] * 3 + [(0, max(head_dim, v_dim) - x.shape[-1])])
 
-    o_BTHD = attention(padded(q_BTHD), padded(k_BTKD), padded(v_BTKW), scale=head_dim**-0.5)
+    scale = head_dim**-0.5 if scale is None else scale
+    o_BTHD = attention(padded(q_BTHD), padded(k_BTKD), padded(v_BTKW), scale=scale)
     return o_BTHD[..., :v_dim]
 
 
@@ -360,24 +408,22 @@ def attend(
     k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
-        o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles.segments_BT)
+        o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles)
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
-        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **cfg.attention_limits)
+        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **limits_of(cfg, angles.kind))
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
-def full_attention(
-    cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, segments_BT: Array | None = None
-) -> Array:
+def full_attention(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, angles: Rope) -> Array:
     """Compute causal attention over a full sequence, with the parallelism of the current rules.
 
     If the rules shard `attn_seq`, this is ring attention on a sequence in zigzag order. "xla" and "blockwise" then both
     use plain matmuls for each tile, and "cudnn" uses cuDNN's kernel. If the rules shard the sequence only outside
     attention, the heads are scattered and the sequence is gathered before attention, and the reverse after it.
     """
-    implementation, limits = cfg.attention, cfg.attention_limits
+    implementation, limits, segments_BT = cfg.attention, limits_of(cfg, angles.kind), angles.segments_BT
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         # Reshard from the layout outside attention to the layout inside. Both constraints are needed: XLA would
@@ -386,11 +432,19 @@ def full_attention(
             heads_layout(heads_layout(x, f"act_{heads}"), f"attn_{heads}", "attn_seq")
             for x, heads in ((q_BTHD, "heads"), (k_BTKD, kv_heads), (v_BTKW, kv_heads))
         )
-        attention: Callable[..., Array] = functools.partial(causal_attention, implementation=implementation, **limits)
+        # A nested `shard_map` cannot close over traced arrays, so `Windows` are an argument.
+        window = limits.pop("window")
+        extra = (segments_BT, window if isinstance(window, Windows) else None)
+
+        def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: Windows | None) -> Array:
+            options = {"implementation": implementation, "window": windows or window, **limits}
+            return causal_attention(q, k, v, segments, **options)
+
+        run: Callable[..., Array] = attention
         if implementation != "xla":
             varies = implementation != "tokamax"  # its kernels do not support JAX's check of varying mesh axes
-            attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
-        o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW, *(() if segments_BT is None else (segments_BT,)))
+            run = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
+        o_BTHW = run(q_BTHD, k_BTKD, v_BTKW, *extra)
         # The kernels name their outputs and residuals themselves. A second name would save the output twice.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
@@ -399,10 +453,10 @@ def full_attention(
         where, fix = 'TransformerConfig(attention="tokamax")', 'use "cudnn", or "blockwise" for windows and segments'
         raise problem(where, "use ring attention", reason, fix, code="unsupported-feature")
     if implementation == "cudnn":
-        _refuse("ring attention with cuDNN does", segments=segments_BT, **limits)
-    kernel = cudnn.TILES if implementation == "cudnn" else None
+        _refuse("ring attention with cuDNN does", segments=segments_BT, window=limits["window"], cap=limits["cap"])
+    kernel, scale = cudnn.TILES if implementation == "cudnn" else None, limits.pop("scale")
     ring = functools.partial(context.ring, segments_BT=segments_BT, kernel=kernel, **limits)
-    return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW)
+    return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW, scale)
 
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------

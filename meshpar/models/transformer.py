@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int, Integer
@@ -23,7 +24,7 @@ from meshpar.layers.scan import Aux, scan_layers, step_selects_residuals, with_a
 from meshpar.models import context_attention as context
 from meshpar.models import layers
 from meshpar.models import overlapped_matmul as overlap
-from meshpar.models.annotated import Initializer, bare, into_residual, nnx_linear, nnx_norm
+from meshpar.models.annotated import Initializer, add_bias, bare, into_residual, nnx_linear, nnx_norm
 from meshpar.models.chunked_cross_entropy import Unembedding
 from meshpar.models.config import TransformerConfig
 from meshpar.models.latent_attention import NNXLatentAttention
@@ -38,12 +39,13 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary embeddings."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        linear = nnx_linear(cfg, rngs)
-        self.query = linear(cfg.embed_dim, (cfg.num_heads, cfg.head_dim), names=("embed", "heads", "head_dim"))
-        self.key = linear(cfg.embed_dim, (cfg.num_kv_heads, cfg.head_dim), names=("embed", "kv_heads", "head_dim"))
-        self.value = linear(cfg.embed_dim, (cfg.num_kv_heads, cfg.head_dim), names=("embed", "kv_heads", "head_dim"))
+        linear, heads, kv_heads = nnx_linear(cfg, rngs), (cfg.num_heads, cfg.head_dim), (cfg.num_kv_heads, cfg.head_dim)
+        bias, kv_names = cfg.qkv_bias, ("embed", "kv_heads", "head_dim")
+        self.query = linear(cfg.embed_dim, heads, names=("embed", "heads", "head_dim"), bias=bias)
+        self.key = linear(cfg.embed_dim, kv_heads, names=kv_names, bias=bias)
+        self.value = linear(cfg.embed_dim, kv_heads, names=kv_names, bias=bias)
         names, into = ("heads", "head_dim", "embed"), into_residual(cfg)
-        self.out = linear((cfg.num_heads, cfg.head_dim), cfg.embed_dim, axis=(-2, -1), names=names, init=into)
+        self.out = linear(heads, cfg.embed_dim, axis=(-2, -1), names=names, init=into, bias=cfg.out_bias)
         if cfg.qk_norm:
             self.query_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
             self.key_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
@@ -57,14 +59,15 @@ class Attention(nnx.Module):
         projections = (self.query, self.key, self.value)
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
-            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [bare(layer) for layer in projections], names)
+            products = overlap.gathered_matmul(h_BTE, [bare(layer) for layer in projections], names)
+            q_BTHD, k_BTKD, v_BTKD = map(add_bias, projections, products)
         else:
             q_BTHD, k_BTKD, v_BTKD = (layer(h_BTE) for layer in projections)
         if self.cfg.qk_norm:
             q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
         o_BTHD, cache = layers.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, cache=cache, length=length)
         if overlapped:
-            return overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads"), cache
+            return add_bias(self.out, overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads")), cache
         return self.out(o_BTHD), cache
 
 
@@ -208,8 +211,8 @@ class Transformer(nnx.Module):
         if cache is not None:
             of_dense, of_rest = ((cache[0][part], cache[1][part]) for part in (slice(dense), slice(dense, None)))
         if dense:
-            x_BTE, kv_dense, _ = _run(self.dense_layers, "dense_layers", x_BTE, angles, of_dense, cache)
-        x_BTE, kv, aux = _run(self.layers, "layers", x_BTE, angles, of_rest, cache)
+            x_BTE, kv_dense, _ = _run(self.dense_layers, slice(dense), x_BTE, angles, of_dense, cache)
+        x_BTE, kv, aux = _run(self.layers, slice(dense, None), x_BTE, angles, of_rest, cache)
         if aux is not None and cache is None and is_listening():
             assert self.cfg.moe is not None
             report_layers(aux, self.cfg.moe)
@@ -223,21 +226,26 @@ class Transformer(nnx.Module):
 
 
 def _run(
-    stacked: Block, at: str, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
+    stacked: Block, part: slice, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
 ) -> tuple[Array, LayerCache | None, Aux | None]:
-    """Run stacked layers with `scan_layers`. Only the stack named `layers` is distributed over pipeline stages."""
+    """Run a part of the layers with `scan_layers`. Only the last part is distributed over pipeline stages."""
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
-    length = None if cache is None else cache.length
+    cfg, length = stacked.cfg, None if cache is None else cache.length
+    kinds, at = None, "layers" if part.stop is None else "dense_layers"
+    if len(cfg.kinds) > 1:
+        kinds = jnp.asarray([cfg.kinds.index(kind) for kind in cfg.kind_of_layer[part]])
 
-    def layer(x_BTE: Array, params: Any, variables: Any, *cache_and_angles: Any) -> Any:
+    def layer(x_BTE: Array, params: Any, extra: Any, *cache_and_angles: Any) -> Any:
         *layer_cache, angles = cache_and_angles
+        variables, kind = extra
         block = nnx.merge(graph, params, *variables)
+        angles = angles if kind is None else layers.of_kind(cfg, angles, kind)
         x_BTE, new_cache, aux = block(x_BTE, angles, layer_cache[0] if layer_cache else None, length)
         out = x_BTE if new_cache is None else (x_BTE, new_cache)
         return out if aux is None else (out, aux)
 
-    staged = at == "layers"
-    out = scan_layers(layer, x_BTE, params, extra=variables, caches=caches, per_example=angles, at=at, staged=staged)
+    extra, staged = (variables, kinds), part.stop is None
+    out = scan_layers(layer, x_BTE, params, extra=extra, caches=caches, per_example=angles, at=at, staged=staged)
     out, aux = with_aux(out)
     return (out, None, aux) if caches is None else (*out, aux)
 
@@ -250,7 +258,10 @@ def rope_of(
     dtype: jax.typing.DTypeLike,
     segments_BT: Array | None = None,
 ) -> Rope:
-    """Return the rotary cosines and sines of the tokens, which all layers share."""
+    """Return the rotary cosines and sines of the tokens, which all layers share.
+
+    If the layers have different angles, dim 2 contains the angles of each table of `layers.rope_tables`.
+    """
     if segments_BT is not None and cache is not None:
         where, requested = "Transformer(segments=..., cache=...)", "continue packed sequences"
         fix = "use a separate batch row for each sequence"
@@ -259,10 +270,22 @@ def rope_of(
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
     rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
-    frequencies_F = layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling or cfg.rope_yarn)
-    angles = layers.rope(positions_BT, frequencies_F, dtype)
-    if cfg.rope_yarn is not None and cfg.rope_yarn.rotated_factor != 1:
-        angles = Rope(*(x * cfg.rope_yarn.rotated_factor for x in angles[:2]))
+
+    def table(has_rope: bool, theta: float | None) -> Rope:
+        if not has_rope:
+            return layers.rope(positions_BT, np.zeros(rotated // 2), dtype)
+        if theta is not None:
+            return layers.rope(positions_BT, layers.rope_frequencies(rotated, theta), dtype)
+        frequencies_F = layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling or cfg.rope_yarn)
+        angles = layers.rope(positions_BT, frequencies_F, dtype)
+        if cfg.rope_yarn is not None and cfg.rope_yarn.rotated_factor != 1:
+            angles = Rope(*(x * cfg.rope_yarn.rotated_factor for x in angles[:2]))
+        return angles
+
+    angles, *others = (table(*key) for key in layers.rope_tables(cfg))
+    if others:
+        cos, sin = (jnp.stack(arrays, 2) for arrays in zip(*(each[:2] for each in (angles, *others)), strict=True))
+        angles = Rope(cos, sin)
     return angles._replace(segments_BT=segments_BT)
 
 

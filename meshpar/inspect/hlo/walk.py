@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
+from meshpar.collectives.attention import window_shares
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 
 VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
@@ -43,6 +45,12 @@ class Branch:
     """Number of loops around the conditional."""
     op_name: str = ""
 
+    @property
+    def share(self) -> Fraction | None:
+        """Share of the runs that take this branch, if the conditional is a choice between windows of layers."""
+        shares = window_shares(self.op_name)
+        return None if shares is None or len(shares) != self.of else shares[self.index]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
@@ -60,13 +68,19 @@ class Visit:
 
     @property
     def in_branch(self) -> bool:
-        """True if a conditional decides whether it runs."""
-        return bool(self.branches)
+        """True if a conditional decides whether it runs, and its share of the runs is unknown."""
+        return any(branch.share is None for branch in self.branches)
 
     @property
     def times(self) -> int:
-        """Executions per run of the program. Loops of unknown length count once. Branches count as always taken."""
-        return math.prod(loop.trip_count if loop.trip_count is not None else 1 for loop in self.loops)
+        """Executions per run of the program. Loops of unknown length count once, and unknown branches as taken."""
+        trips = math.prod(loop.trip_count if loop.trip_count is not None else 1 for loop in self.loops)
+        return round(trips * self.share)
+
+    @property
+    def share(self) -> Fraction:
+        """Product of the known shares of the enclosing branches."""
+        return math.prod((branch.share or Fraction(1) for branch in self.branches), start=Fraction(1))
 
     @property
     def times_known(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from meshpar.collectives import flash
+from meshpar.collectives.attention import window_shares
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views
@@ -81,7 +83,9 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
 
 
 def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
-    """Return the matmul FLOPs per device and step. For a conditional, the most expensive branch counts.
+    """Return the matmul FLOPs per device and step.
+
+    A choice between windows counts as the mean over layers. For other conditionals, the most expensive branch counts.
 
     Args:
       module: the program.
@@ -96,7 +100,7 @@ def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
     total = 0.0
     for visit in executed(module):
         flops = sum(_flops(visit.computation, ins) for ins in visit.computation)
-        model_branches = (branch for branch in visit.branches if cells.mask(branch) is None)
+        model_branches = (b for b in visit.branches if b.share is None and cells.mask(b) is None)
         if flops and all(costliest[branch.name] == branch.index for branch in model_branches):
             counts = cells.counts(visit)
             total += flops * (visit.times if counts is None else sum(counts) / len(counts))
@@ -127,7 +131,10 @@ def _costs(module: Module) -> Callable[[str], int]:
         computation, total = module.computations[name], 0
         for ins in computation:
             times = ins.trip_count if ins.opcode == "while" else 1
-            total += _flops(computation, ins) + max(map(cost, ins.called_as("branch")), default=0)
+            costs = [cost(branch) for branch in branches(computation, ins)]
+            shares = window_shares(ins.metadata.op_name) if costs else None
+            total += max(costs, default=0) if shares is None else round(sum(map(operator.mul, shares, costs)))
+            total += _flops(computation, ins)
             total += (1 if times is None else times) * sum(map(cost, (*ins.called_as("body"), *runs(ins))))
         return total
 
