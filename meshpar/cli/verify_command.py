@@ -119,6 +119,8 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
         fields["vocab_chunk"] = 6
     if config.attention_window:
         fields["attention_window"] = 4
+    kinds = config.layer_pattern
+    fields["layer_pattern"] = tuple(dataclasses.replace(kind, window=kind.window and 4) for kind in kinds)
     if latent is not None:
         fields["latent"] = dataclasses.replace(
             latent, q_rank=latent.q_rank and 8, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4

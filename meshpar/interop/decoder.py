@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshpar.interop.block_fp8 import CONFIG_FIELD
 from meshpar.interop.fields import Field, bad_value, same, typed
 from meshpar.interop.weight_mapping import WeightMapping
-from meshpar.models.config import TransformerConfig
+from meshpar.models.config import LayerKind, TransformerConfig
 from meshpar.sharding.types import is_int, near_or
 
 HARMLESS = frozenset({
@@ -53,7 +54,7 @@ class Family:
 # ---- Fields ----------------------------------------------------------------------------------------------------------
 
 
-def fields(*more: Field, rope_theta: float = 10_000.0, norm_eps: float = 1e-6) -> tuple[Field, ...]:
+def fields(*more: Field, rope_theta: float = 10_000.0, norm_eps: float = 1e-6, tied: bool = False) -> tuple[Field, ...]:
     """Return the common and additional fields of a family, with the defaults of transformers for this family."""
     return (
         Field("vocab_size", "vocab_size"),
@@ -62,7 +63,7 @@ def fields(*more: Field, rope_theta: float = 10_000.0, norm_eps: float = 1e-6) -
         Field("num_attention_heads", "num_heads"),
         Field("rope_theta", "rope_theta", float, rope_theta),
         Field("rms_norm_eps", "norm_eps", float, norm_eps),
-        Field("tie_word_embeddings", "tied_embeddings", bool, False),
+        Field("tie_word_embeddings", "tied_embeddings", bool, tied),
         *more,
     )
 
@@ -132,6 +133,51 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
             raise bad_value(where, name, value, f"the decoders support {only!r} only", fix)
 
 
+# ---- Layers of different kinds ---------------------------------------------------------------------------------------
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LONGEST_PATTERN = 64
+"""Longest pattern of layers that is searched for, so that untrusted configs cannot cause long searches."""
+
+
+def set_kinds(values: dict[str, Any], kinds: Sequence[LayerKind]) -> None:
+    """Set the kinds of all layers: as `attention_window` if they are equal, otherwise as the shortest pattern."""
+    periods = range(1, min(len(kinds), LONGEST_PATTERN) + 1)
+    period = next((p for p in periods if all(map(operator.eq, kinds, kinds[p:]))), len(kinds))
+    if period == 1 and kinds[0] == LayerKind(window=kinds[0].window):
+        values["attention_window"] = kinds[0].window
+    else:
+        values["layer_pattern"] = tuple(kinds[:period])
+
+
+def read_sliding(
+    where: str, document: Mapping[str, Any], num_layers: int, default: Callable[[int], bool]
+) -> list[bool]:
+    """Return whether each layer has a sliding window, from `layer_types` or a function of the layer's index."""
+    types = document.get("layer_types")
+    if types is None:
+        return [default(layer) for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {SLIDING, FULL}:
+        reason = f'it must be a list of "{SLIDING}" and "{FULL}" for the {num_layers} layers'
+        raise bad_value(where, "layer_types", types, reason)
+    return [kind == SLIDING for kind in types]
+
+
+def write_sliding(cfg: TransformerConfig) -> dict[str, Any]:
+    """Return the fields for the windows of the layers."""
+    sizes = [kind.window for kind in cfg.kind_of_layer]
+    window = next((size for size in sizes if size is not None), None)
+    return {"sliding_window": window, "layer_types": [FULL if size is None else SLIDING for size in sizes]}
+
+
+BIAS = Field("attention_bias", "qkv_bias", bool, False)
+
+
+def read_biases(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Set `out_bias`, for families whose `attention_bias` concerns all projections of the attention."""
+    values["out_bias"] = values["qkv_bias"]
+
+
 # ---- Tensors ---------------------------------------------------------------------------------------------------------
 
 Row = tuple[str, str, str]
@@ -195,6 +241,14 @@ MLP: tuple[Row, ...] = (
 )
 
 
+QKV_BIASES: tuple[Row, ...] = (
+    ("self_attn.q_proj.bias", "attention/query/bias", "(H D) -> L H D"),
+    ("self_attn.k_proj.bias", "attention/key/bias", "(K D) -> L K D"),
+    ("self_attn.v_proj.bias", "attention/value/bias", "(K D) -> L K D"),
+)
+OUT_BIAS: tuple[Row, ...] = (("self_attn.o_proj.bias", "attention/out/bias", "E -> L E"),)
+
+
 def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
     """Return the table rows of the router and the experts."""
     return (
@@ -207,4 +261,9 @@ def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 
 def tensors(*rows: Row) -> Callable[[TransformerConfig], list[WeightMapping]]:
     """Return a `Family.tensors` for embedding, head, and layers with norms, grouped-query attention and `rows`."""
-    return lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *rows)]
+    return lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *biases(cfg), *rows)]
+
+
+def biases(cfg: TransformerConfig) -> tuple[Row, ...]:
+    """Return the table rows of the biases of the attention."""
+    return QKV_BIASES * cfg.qkv_bias + OUT_BIAS * cfg.out_bias

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.interop import files as hf_files
 from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
 from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
-from meshpar.interop.families import BY_TYPE, LACKING
+from meshpar.interop.families import ALL, BY_TYPE
 from meshpar.interop.fields import RELEASE, bad_value, built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, read_json, whole_folder, write_json
 from meshpar.interop.weight_mapping import WeightMapping
@@ -59,6 +59,9 @@ class Described(NamedTuple):
     config: TransformerConfig
     family: Family
     document: dict[str, Any]
+    """The fields, with `rope_theta` and `rope_scaling` instead of `rope_parameters`."""
+    original: Mapping[str, Any]
+    """The fields as in the file."""
     block: Block | None = None
     """Block shape (rows, columns) of the scale factors, if the weights are 8-bit floats."""
 
@@ -162,7 +165,7 @@ def describe(folder: Path) -> Described:
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     """Translate a parsed config.json."""
-    document = dict(document)
+    original, document = document, dict(document)
     if "rope_parameters" in document:  # transformers 5; earlier versions have `rope_theta` and `rope_scaling`
         rope = document.pop("rope_parameters")
         if not isinstance(rope, Mapping):
@@ -173,24 +176,30 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
         fix = "use a supported family, or add a table to meshpar/interop/families"
-        reason = f"the families are {', '.join(BY_TYPE)}"
-        if isinstance(kind, str) and kind in LACKING:
-            reason += f"; TransformerConfig has no {LACKING[kind]}"
-        raise bad_value(where, "model_type", kind, reason, fix)
+        raise bad_value(where, "model_type", kind, f"the families are {', '.join(BY_TYPE)}", fix)
     check_known(where, document, family)
     block = read_block_shape(where, document)
     values: dict[str, Any] = {field.ours: field.read(where, document) for field in family.fields}
     values |= read_rope(where, document, scores="latent.kv_rank" in values)
     family.read_more(where, document, values)
     try:
-        return Described(built(values), family, document, block)
+        return Described(built(values), family, document, original, block)
     except ValueError as error:
         raise problem(where, "build a TransformerConfig", str(error).rstrip("."), RELEASE, "out-of-range") from error
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Return the config.json of a family for a `TransformerConfig`."""
-    document = {
+    document = _fields_of(config, family)
+    for name, (ours, theirs) in _differences(config, described(document).config).items():
+        where = f"TransformerConfig.{name.replace('/', '.')} ({ours!r})"
+        reason, fix = f"that family has {theirs!r}", "choose another family, or change the field"
+        raise problem(where, f"write it as `{family.model_type}`", reason, fix, code="unsupported-feature")
+    return document
+
+
+def _fields_of(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.fixed,
@@ -199,13 +208,13 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.write_more(config),
         "torch_dtype": config.param_dtype,
     }
-    actual, expected = _architecture(described(document).config), _architecture(config)
-    for name in sorted(expected.keys() | actual.keys()):  # a field that is None has no leaf
-        if actual.get(name) != expected.get(name):
-            where = f"TransformerConfig.{name.replace('/', '.')} ({expected.get(name)!r})"
-            reason, fix = f"that family has {actual.get(name)!r}", "choose another family, or change the field"
-            raise problem(where, f"write it as `{family.model_type}`", reason, fix, code="unsupported-feature")
-    return document
+
+
+def _differences(config: TransformerConfig, other: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the values of both configs for each field that differs and affects the forward pass."""
+    ours, theirs = _architecture(config), _architecture(other)
+    names = sorted(ours.keys() | theirs.keys())  # a field that is None has no leaf
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
 
 
 _RUNTIME_FIELDS = re.compile(
@@ -217,18 +226,25 @@ _RUNTIME_FIELDS = re.compile(
 
 def _architecture(config: TransformerConfig) -> dict[str, Any]:
     """Return the fields that define the forward pass, by path."""
+    config = dataclasses.replace(config, attention_window=None, layer_pattern=config.kind_of_layer)
     fields = dict(tree_leaves_with_paths(dataclasses.asdict(config)))
     fields["is_biased"] = config.moe is not None and config.moe.is_biased
     return {name: value for name, value in fields.items() if not _RUNTIME_FIELDS.fullmatch(name)}
 
 
 def family_of(config: TransformerConfig) -> Family:
-    """Return the family that a config is written as by default."""
-    if config.latent is not None:
-        return BY_TYPE["deepseek_v3"]
-    if config.moe is not None:
-        return BY_TYPE["qwen3_moe" if config.qk_norm else "mixtral"]
-    return BY_TYPE["qwen3" if config.qk_norm else "llama" if config.attention_window is None else "mistral"]
+    """Return the family that a config is written as by default: the first with the fewest different fields."""
+    parts = {part for part in ("moe", "latent") if getattr(config, part) is not None}
+
+    def num_differences(family: Family) -> float:
+        if {part for part in ("moe", "latent") if any(f.ours.startswith(f"{part}.") for f in family.fields)} != parts:
+            return math.inf
+        try:
+            return len(_differences(config, described(_fields_of(config, family)).config))
+        except ValueError:  # the family has no value for a field
+            return math.inf
+
+    return min(ALL, key=num_differences)
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
@@ -289,7 +305,7 @@ def checked_files(folder: str | Path) -> Iterator[tuple[Folder, Described]]:
 
 
 def _check(files: Folder, described: Described) -> None:
-    config, family, document, _ = described
+    config, family, document = described[:3]
     entries = files.entries
     expected = _shapes(family.tensors(config), len(entries), files.path)
     kept = _shapes(family.kept(config, document), len(entries), files.path)
@@ -483,7 +499,7 @@ def create_folder(
 
 def unused_tensor_names(described: Described) -> list[str]:
     """Return the names of tensors that a folder may have but the decoders do not use."""
-    config, family, document, _ = described
+    config, family, document = described[:3]
     return [name for mapping in family.kept(config, document) for name, _ in mapping.tensors()]
 
 
@@ -501,11 +517,12 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     """Return the config.json to write: the document of the source, with our fields if the config differs."""
     if source is None:
         return ours | ({} if dtype is None else {"torch_dtype": dtype})
-    theirs = dict(source.document)
+    is_same = source.config == described(ours).config
+    theirs = dict(source.original if is_same else source.document)
     if theirs.pop(CONFIG_FIELD, None) is not None:
         warning = f"to_hf: the weights are not quantized, and config.json is written without `{CONFIG_FIELD}`"
         warnings.warn(warning, stacklevel=3)
-    if source.config != described(ours).config:
+    if not is_same:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         for field in source.family.fields:
             theirs.pop(field.also or "", None)

@@ -18,6 +18,8 @@ from meshpar.sharding.types import tree_leaves_with_paths
 pytest.importorskip("safetensors", reason="reads and writes its files: pip install meshpar[hf]")
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
+ODD_KINDS = sorted(f"odd/{path.stem}" for path in GOLDEN.glob("odd/*.safetensors"))
+"""Models with odd sizes, which have gradients."""
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "I64": "int64"}
 
 
@@ -50,7 +52,17 @@ def golden(kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray
     with safe_open(str(GOLDEN / f"{kind}.safetensors"), framework="np") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         config = json.loads(file.metadata()["config"])
+    arrays = {name: x for name, x in arrays.items() if not name.startswith("gradient.")}
     return config, arrays, arrays.pop("golden.tokens"), arrays.pop("golden.logits")
+
+
+def gradients_of(kind: str) -> dict[str, np.ndarray]:
+    """Return the gradients of a model of `ODD_KINDS`, by tensor name."""
+    from safetensors import safe_open
+
+    with safe_open(str(GOLDEN / f"{kind}.safetensors"), framework="np") as file:
+        names = [name for name in file.keys() if name.startswith("gradient.")]  # noqa: SIM118
+        return {name.removeprefix("gradient."): file.get_tensor(name) for name in names}
 
 
 def folder_of(kind: str, path: Path, *, files: int = 1) -> Path:

@@ -3,6 +3,9 @@
 Needs torch and transformers (4.57), which the tests do not. A file holds a model's config.json, its weights as bfloat16
 and the logits that transformers computes of them in float32. `router_loss.json` (transformers 5.24) holds the auxiliary
 losses of routers. `python -m tests.interop.make_golden router_loss` writes that file only.
+
+`python -m tests.interop.make_golden odd [FAMILY...]` writes `golden/odd` (transformers 5.24, torch 2.13): models with odd
+sizes, their logits, and the gradients of the mean cross-entropy of the next token.
 """
 
 from __future__ import annotations
@@ -46,6 +49,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Of each family what differs from `SMALL`."""
 NUM_TOKENS = 24
+ODD: dict[str, Any] = {
+    "vocab_size": 29, "hidden_size": 15, "intermediate_size": 21, "num_hidden_layers": 5, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 6, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+ODD_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    "smollm3": {"no_rope_layer_interval": 3, "rope_theta": 500.0, "attention_bias": True},
+}
+"""What differs from `ODD`."""
 
 
 def config_of(kind: str) -> dict[str, Any]:
@@ -56,13 +69,13 @@ def config_of(kind: str) -> dict[str, Any]:
     return fields
 
 
-def made(kind: str, folder: Path) -> Any:
+def made(kind: str, folder: Path, fields: dict[str, Any] | None = None) -> Any:
     """A small random model of a family, saved as transformers does; with it transformers' model of the same weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(kind))
-    config = AutoConfig.for_model(kind, **config_of(kind))
+    config = AutoConfig.for_model(kind, **(config_of(kind) if fields is None else fields))
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -83,6 +96,26 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 
     with torch.no_grad():
         return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def write_odd(kind: str) -> None:
+    """Write the odd model of a family with its logits and gradients."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, NUM_TOKENS))
+    with tempfile.TemporaryDirectory() as folder:
+        model = made(kind, Path(folder), {**ODD, **ODD_MODELS[kind]})
+        config = json.loads((Path(folder) / "config.json").read_text()) | {"dtype": "bfloat16"}
+        weights = load_file(str(Path(folder) / "model.safetensors"))
+    logits = logits_of(model, tokens)
+    found = model(torch.from_numpy(tokens)).logits[:, :-1]
+    torch.nn.functional.cross_entropy(found.flatten(0, 1), torch.from_numpy(tokens)[:, 1:].flatten()).backward()
+    gradients = {f"gradient.{name}": x.grad for name, x in model.named_parameters() if x.grad is not None}
+    golden = {"golden.logits": torch.from_numpy(logits), "golden.tokens": torch.from_numpy(tokens), **gradients}
+    weights = {name: x.bfloat16() for name, x in weights.items()}
+    (GOLDEN / "odd").mkdir(exist_ok=True)
+    save_file({**weights, **golden}, str(GOLDEN / f"odd/{kind}.safetensors"), metadata={"config": json.dumps(config)})
 
 
 def router_losses() -> dict[str, list[float]]:
@@ -112,6 +145,10 @@ def main() -> None:
     from safetensors.torch import load_file, save_file
 
     GOLDEN.mkdir(exist_ok=True)
+    if sys.argv[1:2] == ["odd"]:
+        for kind in sys.argv[2:] or ODD_MODELS:
+            write_odd(kind)
+        return
     (GOLDEN / "router_loss.json").write_text(json.dumps(router_losses(), indent=2) + "\n")
     if sys.argv[1:] == ["router_loss"]:
         return

@@ -38,7 +38,7 @@ def moved(to: str) -> Any:
         (INDEX, moved("missing.safetensors"), "missing-file", "missing.safetensors"),
         (INDEX, lambda d: d["weight_map"].update({"more": FIRST}), "not-found", "`more`"),
         (CONFIG, {"model_type": "gemma3"}, "unsupported-feature", "`model_type`"),
-        (CONFIG, {"attention_bias": True}, "unsupported-feature", "`attention_bias`"),
+        (CONFIG, {"mlp_bias": True}, "unsupported-feature", "`mlp_bias`"),
         (CONFIG, {"quantization_config": {"quant_method": "awq"}}, "unsupported-feature", "`quant_method`"),
         (CONFIG, {"partial_rotary_factor": 0.5}, "unsupported-feature", "`partial_rotary_factor`"),
         (CONFIG, {"num_local_experts": 4}, "unknown-name", "`num_local_experts`"),

@@ -14,12 +14,12 @@ _DENSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    qwen3.normed(where, document, values)
+    values["qk_norm"] = True
     decoder.read_moe(where, document, values)
 
 
 def _write_more(cfg: TransformerConfig) -> dict[str, Any]:
-    return qwen3.WRITTEN | _DENSE | {"intermediate_size": cfg.mlp_dim} | decoder.write_moe(cfg)
+    return {"sliding_window": None} | _DENSE | {"intermediate_size": cfg.mlp_dim} | decoder.write_moe(cfg)
 
 
 FAMILY = decoder.Family(
@@ -32,8 +32,8 @@ FAMILY = decoder.Family(
         Field("num_experts_per_tok", "moe.routing.top_k"),
         Field("norm_topk_prob", "moe.routing.normalize", bool, False),
     ),
-    fixed=qwen3.FIXED | _DENSE,
-    ignored=qwen3.IGNORED | decoder.ROUTER_LOSS | {"intermediate_size"},
+    fixed=qwen3.FIXED | _DENSE | {"use_sliding_window": False},
+    ignored=decoder.ROUTER_LOSS | {"intermediate_size", "max_window_layers", "sliding_window"},
     tensors=decoder.tensors(*decoder.QK_NORMS, *decoder.experts("mlp")),
     read_more=_read_more,
     write_more=_write_more,

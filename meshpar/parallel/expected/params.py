@@ -137,9 +137,9 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     stack = decision.leaf.num_layers
     # Outside a loop over layers the backward pass reuses the array that the forward pass gathered. Inside, a
     # rematerialized layer may gather again. MoE layers gather their router once and save it. XLA may also save the
-    # small matrices of a low-rank pair.
+    # small matrices of a low-rank pair. The backward pass does not use biases.
     passes = 1 if step.is_once else 2
-    is_saved = decision.leaf.is_router or decision.path.rpartition("/")[2] in PAIR
+    is_saved = decision.leaf.is_router or decision.path.rpartition("/")[2] in (*PAIR, "bias")
     minimum = (1 if is_saved else passes) * step.micro_steps * stack if stack > 1 else 1
     # XLA unrolls a loop over a single layer, but may still gather again for rematerialization.
     maximum = (passes + (step.is_remat and decision.leaf.is_stacked)) * step.micro_steps * stack
