@@ -4,8 +4,8 @@ Needs torch and transformers (4.57), which the tests do not. A file holds a mode
 and the logits that transformers computes of them in float32. `router_loss.json` (transformers 5.24) holds the auxiliary
 losses of routers. `python -m tests.interop.make_golden router_loss` writes that file only.
 
-`python -m tests.interop.make_golden odd [FAMILY...]` writes `golden/odd` (transformers 5.24, torch 2.13): models with odd
-sizes, their logits, and the gradients of the mean cross-entropy of the next token.
+`python -m tests.interop.make_golden odd [FAMILY...]` writes `golden/odd` (transformers 5.24, torch 2.13): models with
+odd sizes, their logits, and the gradients of the mean cross-entropy of the next token.
 """
 
 from __future__ import annotations
