@@ -52,7 +52,7 @@ _Segments: TypeAlias = tuple[Int[Array, "n B s"], Int[Array, "N n B s"]]
 """Segments of the local tiles, and of the tiles of all ranks."""
 Carry = TypeVar("Carry")
 WINDOWS = "windows_"
-"""Prefix of the scope of a choice between `Windows`, followed by their frequencies."""
+"""Prefix of the scope of a choice between `WindowChoice`, followed by their frequencies."""
 _WINDOWS = re.compile(rf"{WINDOWS}([0-9_]+)\)*(/cond)?\Z")
 TILE = 512
 """Default tile size of plain matmuls, in positions. The scores of a tile have `B H 512²` elements."""
@@ -74,7 +74,7 @@ class TileKernel(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class WindowChoice:
     """Several windows, of which `index` selects one at run time, for a scan over layers with different windows."""
 
     sizes: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
@@ -89,7 +89,7 @@ class Windows:
 
 
 def window_shares(scopes: str) -> tuple[Fraction, ...] | None:
-    """Return how often each branch of a choice between `Windows` runs, from the scopes of the conditional."""
+    """Return how often each branch of a choice between `WindowChoice` runs, from the scopes of the conditional."""
     match = _WINDOWS.search(scopes)
     counts = [int(count) for count in match[1].split("_")] if match else []
     return tuple(Fraction(count, sum(counts)) for count in counts) or None
@@ -104,7 +104,7 @@ def ring_attention(
     causal: bool = True,
     order: Literal["zigzag", "contiguous"] = "zigzag",
     scale: float | None = None,
-    window: int | Windows | None = None,
+    window: int | WindowChoice | None = None,
     cap: float | None = None,
     segments: Int[Array, "B t"] | None = None,
     tile: int | None = None,
@@ -165,7 +165,7 @@ def blockwise_attention(
     v: Float[Array, "B T K D"],
     *,
     scale: float | None = None,
-    window: int | Windows | None = None,
+    window: int | WindowChoice | None = None,
     cap: float | None = None,
     segments: Int[Array, "B T"] | None = None,
     tile: int = TILE,
@@ -180,8 +180,8 @@ def blockwise_attention(
     Args:
       q, k, v: queries, keys and values. Query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
       scale: factor of the scores before the softmax, by default `D ** -0.5`.
-      window: number of positions, up to and including itself, that a position attends to. None: no limit. `Windows`
-        selects a number at run time.
+      window: number of positions, up to and including itself, that a position attends to. None: no limit. A
+        `WindowChoice` selects a number at run time.
       cap: scores s become `cap tanh(s / cap)` before the mask. None: no cap.
       segments: integers; positions attend only to positions with the same integer, as for packed sequences.
       tile: number of positions of a tile. The sequence is padded to a multiple.
@@ -201,7 +201,7 @@ def blockwise_attention(
 
 
 def _attend(
-    ring: _Ring, q: Array, k: Array, v: Array, window: int | Windows | None, segments: Array | None, size: int
+    ring: _Ring, q: Array, k: Array, v: Array, window: int | WindowChoice | None, segments: Array | None, size: int
 ) -> Array:
     """Split the arrays into tiles of `size` positions, run the ring, and join the tiles of the output."""
     padding = -q.shape[1] % size
@@ -219,7 +219,7 @@ def _attend(
         all_NnBs = lax.all_gather(local_nBs, ring.axis) if ring.num_ranks > 1 else local_nBs[None]
         tiled_segments = local_nBs, all_NnBs
     arrays = q_nBKGsD, jnp.stack([tiles(k), tiles(v)], axis=1), tiled_segments
-    if isinstance(window, Windows):
+    if isinstance(window, WindowChoice):
         o_nBKGsD = _attention(ring, *arrays, window)
     else:
         o_nBKGsD = _attention(ring._replace(window=window), *arrays, None)
@@ -297,12 +297,12 @@ class _Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: Windows | None) -> Array:
+def _attention(ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: WindowChoice | None) -> Array:
     return _attention_forward(ring, q, kv, segments, windows)[0]
 
 
 def _attention_forward(
-    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: Windows | None
+    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: WindowChoice | None
 ) -> tuple[Array, tuple[Any, ...]]:
     o, lse = _in_window(ring, windows, _forward, q, kv, segments)
     # With these names a remat policy can save the results, so that the tiles are not computed a second time.
@@ -315,7 +315,7 @@ def _attention_backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple
     return dq, dkv, None, None
 
 
-def _in_window(ring: _Ring, windows: Windows | None, run: Callable[..., Any], *args: Any) -> Any:
+def _in_window(ring: _Ring, windows: WindowChoice | None, run: Callable[..., Any], *args: Any) -> Any:
     """Run a function of the ring with the selected window.
 
     The choice is inside the function with the custom gradient, because the gradient of a `switch` would save the
@@ -622,7 +622,7 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
     check_divides(where, shapes, q.shape[2], k.shape[2], "use a multiple of the key/value heads as query heads")
     is_floating = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)
     check_cases(where, shapes, "wrong-dtype", (not is_floating, "they must have one floating dtype", "cast them"))
-    for size in window.sizes if isinstance(window, Windows) else (window,):
+    for size in window.sizes if isinstance(window, WindowChoice) else (window,):
         if size is not None:
             check_positive_int(where, "a number of positions", window=size)
     if cap is not None:

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
-from meshpar.collectives.attention import TileKernel, Windows
+from meshpar.collectives.attention import TileKernel, WindowChoice
 from meshpar.parallel.context_parallelism import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.manual_regions import outer_axes, per_device
@@ -89,7 +89,7 @@ def ring(
     segments_BT: Array | None = None,
     *,
     scale: float | None = None,
-    window: int | Windows | None = None,
+    window: int | WindowChoice | None = None,
     cap: float | None = None,
     kernel: TileKernel | None = None,
 ) -> Array:
@@ -99,9 +99,9 @@ def ring(
     differently, the compiler partitions the heads, except with a library kernel.
     """
     axes = sequence_axes(q_BTHD)
-    extra = (segments_BT, window if isinstance(window, Windows) else None)
+    extra = (segments_BT, window if isinstance(window, WindowChoice) else None)
 
-    def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: Windows | None) -> Array:
+    def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None) -> Array:
         options: dict[str, Any] = {"scale": scale, "window": windows or window, "cap": cap, "segments": segments}
         return ring_attention(q, k, v, axis=axes, kernel=kernel, **options)
 
@@ -119,9 +119,9 @@ def by_device(
 ) -> Callable[..., Array]:
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
-    Its arguments are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and `Windows` or None. If
-    the key heads have fewer shards than the query heads, each device receives all key heads and selects the heads of
-    the local queries.
+    Its arguments are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and a `WindowChoice` or
+    None. If the key heads have fewer shards than the query heads, each device receives all key heads and selects the
+    heads of the local queries.
     """
     if ambient() is None:
         return kernel

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import blockwise_attention, cudnn, flash
-from meshpar.collectives.attention import Windows, capped
+from meshpar.collectives.attention import WindowChoice, capped
 from meshpar.layers.precision import dot_general
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
@@ -230,7 +230,7 @@ def causal_attention(
     *,
     implementation: Attention = "xla",
     scale: float | None = None,
-    window: int | Windows | None = None,
+    window: int | WindowChoice | None = None,
     cap: float | None = None,
 ) -> Array:
     """Compute causal softmax attention.
@@ -266,7 +266,7 @@ def causal_attention(
     def with_window(size: int | None) -> Callable[..., Array]:
         return functools.partial(_in_one_width, functools.partial(kernel, window=size), scale=scale)
 
-    if not isinstance(window, Windows):
+    if not isinstance(window, WindowChoice):
         return with_window(window)(q_BTHD, k_BTKD, v_BTKW)
     # The kernels need a static window, so the gradient of this choice saves the arrays of all branches.
     return window.select([with_window(size) for size in window.sizes], q_BTHD, k_BTKD, v_BTKW)
@@ -290,7 +290,7 @@ def cached_attention(
     *,
     first_position: Array | int,
     scale: float | None = None,
-    window: int | Windows | None = None,
+    window: int | WindowChoice | None = None,
     cap: float | None = None,
 ) -> Array:
     """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
@@ -306,7 +306,7 @@ def cached_attention(
     scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=dtype) * scale
     scores_BKGTS, _ = capped(scores_BKGTS, cap)
     ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
-    width: Array | int | None = window if not isinstance(window, Windows) else _selected_width(window)
+    width: Array | int | None = window if not isinstance(window, WindowChoice) else _selected_width(window)
     seen_TS = ahead_TS >= 0 if width is None else (ahead_TS >= 0) & (ahead_TS < width)
     if segments_BT is not None:
         seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
@@ -316,7 +316,7 @@ def cached_attention(
     return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
 
 
-def _selected_width(window: Windows) -> Array:
+def _selected_width(window: WindowChoice) -> Array:
     return jnp.asarray([np.iinfo(np.int32).max if size is None else size for size in window.sizes])[window.index]
 
 
@@ -329,7 +329,7 @@ def limits_of(cfg: TransformerConfig, kind: Array | None) -> dict[str, Any]:
     assert kind is not None
     index = jnp.asarray([windows.index(each.window) for each in cfg.kinds])[kind]
     of_layers = [each.window for each in cfg.kind_of_layer]
-    return limits | {"window": Windows(windows, tuple(map(of_layers.count, windows)), index)}
+    return limits | {"window": WindowChoice(windows, tuple(map(of_layers.count, windows)), index)}
 
 
 def _by_cudnn(
@@ -432,11 +432,11 @@ def full_attention(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW:
             heads_layout(heads_layout(x, f"act_{heads}"), f"attn_{heads}", "attn_seq")
             for x, heads in ((q_BTHD, "heads"), (k_BTKD, kv_heads), (v_BTKW, kv_heads))
         )
-        # A nested `shard_map` cannot close over traced arrays, so `Windows` are an argument.
+        # A nested `shard_map` cannot close over traced arrays, so `WindowChoice` are an argument.
         window = limits.pop("window")
-        extra = (segments_BT, window if isinstance(window, Windows) else None)
+        extra = (segments_BT, window if isinstance(window, WindowChoice) else None)
 
-        def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: Windows | None) -> Array:
+        def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None) -> Array:
             options = {"implementation": implementation, "window": windows or window, **limits}
             return causal_attention(q, k, v, segments, **options)
 

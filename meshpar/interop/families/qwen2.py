@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 checkpoints: the tensors of Llama, biases of queries, keys and values, and optional windows."""
+"""Qwen2 and Qwen2.5 checkpoints: Llama with biases of queries, keys and values, and optional windows."""
 
 from __future__ import annotations
 
