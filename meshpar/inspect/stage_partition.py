@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh
 
 from meshpar.layers.losses import scalar
 from meshpar.layers.precision import cast_floating, numerics
-from meshpar.layers.scan import Layer, running, scanned, with_aux
+from meshpar.layers.scan import Layer, StageRunner, scanned, with_aux
 from meshpar.parallel.batch import as_given
 from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
 from meshpar.schedules import Schedule
 from meshpar.sharding.constraints import with_auto_types
-from meshpar.sharding.context import tracing
+from meshpar.sharding.context import tracing, within
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
 from meshpar.training.gradients.stages import reads_of_layers
 from meshpar.training.state import TrainState
@@ -68,7 +68,11 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), y if aux is None else (y, aux))
 
     def embedding_and_head(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
-        with tracing(stage_mesh, setup.strategy), numerics(step.options.precision, None), running(without_layers):
+        with (
+            tracing(stage_mesh, setup.strategy),
+            numerics(step.options.precision, None),
+            within(runner=StageRunner(without_layers)),
+        ):
             model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
             loss = scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
         return (layer_inputs[0], loss), ()

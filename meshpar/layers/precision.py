@@ -207,10 +207,6 @@ class Numerics:
     """Remat specification; see `meshpar.layers.remat.remat_policy`."""
     names: set[str] = dataclasses.field(default_factory=set)
     """Names for `jax.checkpoint` that the layers use."""
-    gather: Any = None
-    """Function that gathers the weights of a layer from shards; see `meshpar.layers.scan.gathering`."""
-    prefetch: Any = None
-    """(path of the stacked layers, layer, x, inputs) -> result of the scan; see `training.gradients.fsdp_prefetch`."""
     interleave: int = 1
     """Number of slices of the local batch on which each layer runs; see `meshpar.layers.batch_slices`."""
     num_scans: int = 0

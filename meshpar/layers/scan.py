@@ -6,18 +6,16 @@ layers in sequence: a `lax.scan`, a scan that prefetches, or pipeline stages
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_slices, split_batch
-from meshpar.layers.precision import Numerics
 from meshpar.layers.remat import regathering, remat_policy
-from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.context import ambient, current
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import PyTree, near_or, problem
 
@@ -108,32 +106,52 @@ class Adapted:
 
 Layer: TypeAlias = Callable[[Any, PyTree], Any]
 """(x, inputs of a layer) -> x, or -> (x, Aux)."""
-Run: TypeAlias = Callable[[Layer, Any, PyTree], Any]
-"""(layer, x, stacked inputs) -> x, or -> (x, Aux of all layers)."""
 
 
-@contextlib.contextmanager
-def running(run: Run, *, in_part: bool = False) -> Iterator[None]:
-    """Make `scan_layers` call `run` instead of a scan. `in_part` is True if only a part of the model is traced."""
-    # jax compares contexts by equality, so each trace needs a new object.
-    with within(run=_StackedRun(run, in_part)):
-        yield
+class LayerRunner:
+    """Runs the stacked layers of a model with `lax.scan`. Gradient engines set other runners with `within(runner=...)`.
+
+    jax compares trace contexts by equality, so runners are compared by identity, and each trace needs a new one.
+    """
+
+    regathers: ClassVar[bool] = False
+    """Whether layers gather their weights in both passes, so that gathered weights are not saved."""
+
+    def weights(self, at: str, shards: PyTree) -> PyTree:
+        """Return the weights of a layer. `at` is the path of the stacked layers in the model."""
+        return shards
+
+    def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+        """Return the result of `scan_layers`. `inputs` are stacked parameters, extra inputs and caches."""
+        with jax.named_scope(at):
+            return scanned(layer, x, inputs, with_caches=inputs[2] is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _StackedRun:
-    run: Run
-    in_part: bool
+class StageRunner(LayerRunner):
+    """Passes the layers to a function that runs the layers of a pipeline stage."""
+
+    function: Callable[[Layer, Any, PyTree], Any]
+    """(layer, x, stacked inputs) -> x, or -> (x, Aux of all layers)."""
+    in_part: bool = False
+    """Whether only a part of the model is traced, so that some modules may not be called."""
+
+    def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+        reason = "pipeline stages run full sequences and keep no caches"
+        fix = "restore the checkpoint with a strategy without stages, and decode with it"
+        has_caches = inputs[2] is not None, reason, fix
+        check_cases("scan_layers(caches=...)", "decode in stages", "unsupported-feature", has_caches)
+        return self.function(layer, x, inputs)
 
 
 def is_staged() -> bool:
     """Return whether pipeline stages run the layers of the model that is being traced."""
-    return current().run is not None
+    return isinstance(current().runner, StageRunner)
 
 
 def is_part() -> bool:
     """Return whether only a part of the model is being traced, so that some modules may not be called."""
-    return is_staged() and current().run.in_part
+    return is_staged() and current().runner.in_part
 
 
 def step_selects_residuals() -> bool:
@@ -203,79 +221,61 @@ def scan_layers(
       >>> float(aux.loss)
       10.0
     """
-    context, inputs = current().numerics, (params, extra, caches)
+    context, runner = current().numerics, current().runner
+    if runner is None or (is_staged() and not staged):
+        runner = LayerRunner()
     num_slices = 1 if context is None or caches is not None else context.interleave
     if num_slices > 1:
         check_batch_dims(x, per_example, num_slices)
-        body = _in_context(layer_on_slices(lambda *args: with_aux(layer(*args)), per_example, num_slices), at)
+        sliced = layer_on_slices(lambda *args: with_aux(layer(*args)), per_example, num_slices)
+        body: Layer = SlicedLayer(_in_context(sliced, at, runner), num_slices)
     else:
-        body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at)
-    run = current().run
-    if run is None or not staged:
-
-        def in_sequence(x: Any) -> Any:
-            # Decoding with caches has no backward pass and does not prefetch.
-            if context is None or context.prefetch is None or caches is not None:
-                return scanned(body, x, inputs, with_caches=caches is not None)
-            return context.prefetch(at, body, x, inputs[:2])
-
-        with jax.named_scope(at):
-            return _on_slices(num_slices, x, in_sequence)
-    reason = "pipeline stages run full sequences and keep no caches"
-    case = caches is not None, reason, "restore the checkpoint with a strategy without stages, and decode with it"
-    check_cases("scan_layers(caches=...)", "decode in stages", "unsupported-feature", case)
-    return run.run(body if num_slices == 1 else _OnSlices(body, num_slices), x, inputs)
+        body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at, runner)
+    return runner.run(at, body, x, (params, extra, caches))
 
 
-def _in_context(layer: Callable[..., Any], at: str) -> Layer:
-    """Return the layer as a function of (x, inputs), with the step's gather of weights and remat policy."""
-    context = current().numerics
-    gather = None if context is None else context.gather
+def _in_context(layer: Callable[..., Any], at: str, runner: LayerRunner) -> Layer:
+    """Return the layer as a function of (x, inputs), with the weights of the runner and the step's remat policy."""
 
     def body(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
-        params, *optional = inputs
-        weights = params if gather is None else gather(at, params)
-        return layer(x, weights, *(tree for tree in optional if tree is not None))
+        shards, *optional = inputs
+        return layer(x, runner.weights(at, shards), *(tree for tree in optional if tree is not None))
 
+    context = current().numerics
     if context is None:
         return body
     context.num_scans += 1
-    regathers = gather is not None or context.prefetch is not None
-    if context.remat is None and not regathers:
+    if context.remat is None and not runner.regathers:
         return body
     policy = None if context.remat is None else remat_policy(context.remat, context.names)
-    policy = regathering(policy) if regathers else policy
+    policy = regathering(policy) if runner.regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
-def _on_slices(num_slices: int, x: Any, run: Callable[[Any], Any]) -> Any:
-    """Call `run` on the slices of x and join its outputs. With one slice, call it on x itself."""
-    if num_slices == 1:
-        return run(x)
-    out, aux = with_aux(run(split_batch(x, num_slices)))
-    return join_batch(out) if aux is None else (join_batch(out), aux)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OnSlices:
-    """A layer of slices, for callers that pass the full local batch.
-
-    `scanned` recognizes it and slices the batch once for all of its layers.
-    """
+class SlicedLayer:
+    """A layer of slices of the batch, as a layer of the full local batch."""
 
     layer: Layer
     num_slices: int
 
     def __call__(self, x: Any, inputs: PyTree) -> Any:
-        return _on_slices(self.num_slices, x, lambda xs: self.layer(xs, inputs))
+        return on_slices(self, x, lambda layer, xs: layer(xs, inputs))
+
+
+def on_slices(layer: Layer, x: Any, run: Callable[[Layer, Any], Any]) -> Any:
+    """Return `run(layer, x)`. If the layer is a `SlicedLayer`, slice x once for all layers, and join the outputs."""
+    if not isinstance(layer, SlicedLayer):
+        return run(layer, x)
+    out, aux = with_aux(run(layer.layer, split_batch(x, layer.num_slices)))
+    return join_batch(out) if aux is None else (join_batch(out), aux)
 
 
 def scanned(layer: Layer, x: Any, inputs: PyTree, *, with_caches: bool = False) -> Any:
     """Run the layers with `lax.scan`. See `scan_layers` for the result."""
-    if isinstance(layer, _OnSlices):
-        sliced, num_slices = layer.layer, layer.num_slices
-        return _on_slices(num_slices, x, lambda xs: scanned(sliced, xs, inputs, with_caches=with_caches))
+    if isinstance(layer, SlicedLayer):
+        return on_slices(layer, x, lambda layer, xs: scanned(layer, xs, inputs, with_caches=with_caches))
 
     def step(x: Any, layer_inputs: PyTree) -> Any:
         out, aux = with_aux(layer(x, layer_inputs))
@@ -331,22 +331,6 @@ def with_aux(output: Any) -> tuple[Any, Aux | None]:
             raise problem("the Aux of a layer", "add it to the loss and the metrics", reason, fix, code)
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
     return x, Aux(jnp.asarray(aux.loss), metrics)
-
-
-Gather: TypeAlias = Callable[[str, PyTree], PyTree]
-"""(path of the stacked layers, shards of a layer) -> its weights."""
-
-
-@contextlib.contextmanager
-def gathering(gather: Gather) -> Iterator[Numerics]:
-    """Make `scan_layers` gather the weights of each layer with `gather`. Use it within `numerics`."""
-    context = current().numerics
-    assert context is not None
-    before, context.gather = context.gather, gather
-    try:
-        yield context
-    finally:
-        context.gather = before
 
 
 def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:

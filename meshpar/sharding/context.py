@@ -38,8 +38,8 @@ class TraceContext:
     """Collects auxiliary outputs of the model: `meshpar.layers.auxiliary.Reports`."""
     boundaries: Any = None
     """Settings for module outputs: `meshpar.sharding.activations.Boundaries`."""
-    run: Any = None
-    """Function that runs the stacked layers in place of `jax.lax.scan`; see `meshpar.layers.scan.running`."""
+    runner: Any = None
+    """Runs stacked layers: `meshpar.layers.scan.LayerRunner`."""
     updates: Any = None
     """Shardings of the arrays that the optimizer updates: `meshpar.optim.orthogonalized.Updating`."""
 

@@ -23,10 +23,20 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals
-from meshpar.layers.scan import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
+from meshpar.layers.scan import (
+    Ahead,
+    Aux,
+    Layer,
+    LayerRunner,
+    check_alike,
+    leaf_at,
+    on_slices,
+    scanned,
+    with_aux,
+)
 from meshpar.layers.slice_gradients import SliceRows, Unreduced, summed_first
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import current, spec_of
+from meshpar.sharding.context import current, spec_of, within
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.gradients import xla
 from meshpar.training.gradients.engine import Feature, GradientEngine
@@ -38,8 +48,8 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     """Return loss, metrics and gradients of a batch, summed over micro-steps; see `xla.gradients`."""
     context, strategy = current().numerics, state.setup.strategy
     assert context is not None
-    context.prefetch = functools.partial(_run_layers, state.setup)
-    sums = xla.gradients(loss, options, state, batch, key)
+    with within(runner=PrefetchRunner(state.setup)):
+        sums = xla.gradients(loss, options, state, batch, key)
     if not context.num_scans:
         reason = "the model marks no layer: it never calls meshpar.scan_layers"
         fix = "run its stacked layers with mp.scan_layers(layer, x, params), or remove prefetch"
@@ -114,39 +124,55 @@ class LayerLayout(NamedTuple):
         return tree if self.is_trained is None else jax.tree.map(lambda on, x: x if on else None, self.is_trained, tree)
 
 
-def _run_layers(setup: Setup, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree]) -> Any:
-    """Run the layers of `scan_layers` with prefetched weights."""
-    if len({len(leaf) for leaf in jax.tree.leaves(inputs)}) != 1 or not jax.tree.leaves(inputs[0]):
-        return scanned(layer, x, (*inputs, None))  # no weights, or inputs of unequal length, which the scan refuses
-    decisions = {decision.path: decision for decision in setup.table.params}
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefetchRunner(LayerRunner):
+    """Gathers the weights of each layer while the previous layer computes."""
 
-    def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
-        def constrain_leaf(path: Any, weight: jax.Array | Unreduced) -> jax.Array | Ahead:
-            decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
-            spec = _gathered_spec(decision, gathered_axes)
-            if isinstance(weight, Unreduced):
-                return weight.reduced(spec)
-            constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
-            # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only the
-            # gathered weight, it would all-reduce the full gradient.
-            is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
-            return Ahead(weight, constrained) if is_expert_shard else constrained
+    setup: Setup
+    regathers = True
 
-        return jax.tree_util.tree_map_with_path(constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Unreduced))
+    def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+        params, extra, caches = inputs
+        if caches is not None:  # decoding has no backward pass
+            return super().run(at, layer, x, inputs)
+        with jax.named_scope(at):
+            return on_slices(layer, x, lambda layer, x: self._run(at, layer, x, (params, extra)))
 
-    def is_trained(path: Any, weight: jax.Array) -> bool:
-        return leaf_at(at, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
+    def _run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree]) -> Any:
+        setup = self.setup
+        if len({len(leaf) for leaf in jax.tree.leaves(inputs)}) != 1 or not jax.tree.leaves(inputs[0]):
+            return scanned(layer, x, (*inputs, None))  # no weights, or inputs of unequal length, which the scan refuses
+        decisions = {decision.path: decision for decision in setup.table.params}
 
-    context = current().numerics
-    are_sliced = context is not None and context.interleave > 1
-    layout = LayerLayout(
-        gather=functools.partial(constrain, gathered_axes=setup.strategy.prefetched_axes),
-        scatter=functools.partial(constrain, gathered_axes=()),
-        is_trained=jax.tree_util.tree_map_with_path(is_trained, inputs[0]),
-        are_sliced=are_sliced,
-        rows=_slice_rows(setup, x) if are_sliced else None,
-    )
-    return prefetched(layer, x, inputs, layout)
+        def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
+            def constrain_leaf(path: Any, weight: jax.Array | Unreduced) -> jax.Array | Ahead:
+                decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
+                spec = _gathered_spec(decision, gathered_axes)
+                if isinstance(weight, Unreduced):
+                    return weight.reduced(spec)
+                constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
+                # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only
+                # the gathered weight, it would all-reduce the full gradient.
+                is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
+                return Ahead(weight, constrained) if is_expert_shard else constrained
+
+            return jax.tree_util.tree_map_with_path(
+                constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Unreduced)
+            )
+
+        def is_trained(path: Any, weight: jax.Array) -> bool:
+            return leaf_at(at, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
+
+        context = current().numerics
+        are_sliced = context is not None and context.interleave > 1
+        layout = LayerLayout(
+            gather=functools.partial(constrain, gathered_axes=setup.strategy.prefetched_axes),
+            scatter=functools.partial(constrain, gathered_axes=()),
+            is_trained=jax.tree_util.tree_map_with_path(is_trained, inputs[0]),
+            are_sliced=are_sliced,
+            rows=_slice_rows(setup, x) if are_sliced else None,
+        )
+        return prefetched(layer, x, inputs, layout)
 
 
 def _slice_rows(setup: Setup, x: PyTree) -> SliceRows | None:

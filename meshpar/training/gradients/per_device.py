@@ -25,8 +25,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
-from meshpar.layers.scan import gathering
 from meshpar.parallel.batch import split_rows
+from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.accumulation import (
     MicroStep,
@@ -38,7 +38,7 @@ from meshpar.training.accumulation import (
     micro_step,
 )
 from meshpar.training.gradients.engine import Feature, GradientEngine
-from meshpar.training.gradients.zeropp import QuantizedGather, make_quantized_gather
+from meshpar.training.gradients.zeropp import QuantizedGather, QuantizedRunner, make_quantized_gather
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
@@ -167,8 +167,10 @@ def _with_gathered_weights(
     setup: Setup, quantized: QuantizedGather, noise: jax.Array, terms: Callable[..., Any], params: PyTree, *args: Any
 ) -> Any:
     """Evaluate a loss on sharded parameters. Stacked layers are gathered layer by layer, other weights in advance."""
-    with gathering(functools.partial(quantized.gather_layer, noise)) as context:
-        context.num_scans, cause, out = 0, None, None
+    context, cause, out = current().numerics, None, None
+    assert context is not None
+    context.num_scans = 0
+    with within(runner=QuantizedRunner(quantized, noise)):
         try:
             out = terms(quantized.gather_unstacked(params, noise), *args)
         except (TypeError, ValueError) as error:

@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec
 
 from meshpar.hardware.compile_options import APART, IN_PLACE, Options
 from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
-from meshpar.layers.scan import Aux, Layer, Run, running, scanned, with_aux
+from meshpar.layers.scan import Aux, Layer, StageRunner, scanned, with_aux
 from meshpar.parallel.batch import check_rows
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params, split_stage
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
 from meshpar.schedules import Schedule
+from meshpar.sharding.context import within
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
@@ -263,14 +264,14 @@ class _ChunkedModel:
         like = jax.eval_shape(self.split, params)
         chunk_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like.chunks]
 
-        def traced(chunk: list[Any], embedding_and_head: list[Any], inputs: MicrobatchInputs, run: Run) -> LossTerms:
+        def traced(chunk: list[Any], embedding_and_head: list[Any], inputs: MicrobatchInputs, run: Any) -> LossTerms:
             calls: list[Any] = []
 
             def counted(layer: Layer, x: Any, params: PyTree) -> Any:
                 calls.append(x)
                 return run(layer, x, params)
 
-            with running(counted, in_part=True):
+            with within(runner=StageRunner(counted, in_part=True)):
                 params = self._tree(chunk, embedding_and_head)
                 terms, _ = loss.terms(params, inputs.extra, inputs.examples, inputs.key)
             _check_single_call(len(calls))
@@ -346,7 +347,8 @@ class _Epilogue:
 
         def traced(extra: PyTree, aux: Aux | None, others: tuple[PyTree, ...]) -> tuple[Any, ...]:
             params, y, examples, key_data = others
-            with running(lambda layer, x, params: y if aux is None else (y, aux), in_part=True):
+            result = y if aux is None else (y, aux)
+            with within(runner=StageRunner(lambda layer, x, params: result, in_part=True)):
                 terms, after = loss.terms(params, extra, examples, jax.random.wrap_key_data(key_data))
             is_weighted.append(isinstance(terms.loss, MeanLoss))
             value, _ = terms.normalized()
@@ -402,7 +404,7 @@ def _results_of_layers(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree,
         return x if aux is None else (x, _zeros(aux))
 
     def traced(params: PyTree, extra: PyTree, batch: PyTree, key_data: jax.Array) -> Any:
-        with running(run):
+        with within(runner=StageRunner(run)):
             return loss(params, extra, batch, jax.random.wrap_key_data(key_data))
 
     jax.eval_shape(traced, params, extra, batch, jax.random.key_data(key))

@@ -27,7 +27,7 @@ from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
 from meshpar.layers.precision import Precision
 from meshpar.layers.remat import SECOND_SHARD
-from meshpar.layers.scan import leaf_at
+from meshpar.layers.scan import LayerRunner, leaf_at
 from meshpar.parallel import Quantize
 from meshpar.sharding.types import PyTree, axis_sizes, path_str, problem, spec_axes
 from meshpar.training.state import Setup
@@ -245,6 +245,19 @@ class QuantizedGather:
             )(x, None if key is None else jax.random.key_data(key))
 
         return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedRunner(LayerRunner):
+    """Gathers the weights of each layer from quantized shards."""
+
+    quantized: QuantizedGather
+    key: jax.Array
+    """Random bits for stochastic rounding, equal on all ranks."""
+    regathers = True
+
+    def weights(self, at: str, shards: PyTree) -> PyTree:
+        return self.quantized.gather_layer(self.key, at, shards)
 
 
 def make_quantized_gather(setup: Setup, precision: Precision) -> QuantizedGather | None:
