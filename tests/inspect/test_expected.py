@@ -1,4 +1,4 @@
-"""What each strategy sends, in closed form, against programs compiled for eight H100s and for eight CPU devices."""
+"""Collectives of each strategy: closed forms against programs for eight H100s and eight CPU devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from meshpar.models import LatentAttention, next_token_loss
 from tests.grid import cases
 from tests.inspect.saved import pods
 
-# The reference decoder's sizes; a test sees that they are.
+# Sizes of the small decoder in `planted.py`. A test compares them.
 L, D, F, V = 4, 256, 768, 80
 B, T = 16, 64
 LAYER = 4 * D * D + 3 * D * F + 2 * D
 """Parameters of a layer: query, key, value and out; gate, up and down; two norms."""
 REST = 2 * V * D + D
-"""The embedding, the head, the last norm."""
+"""Parameters of the embedding, the head and the final norm."""
 ALL = L * LAYER + REST
 LAYER_LEAVES, OTHER_LEAVES = 9, 3
 LEAVES = L * LAYER_LEAVES + OTHER_LEAVES
@@ -34,19 +34,19 @@ BF16, F32 = 2, 4
 
 CASES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "fsdp_sequence")
 EXTRA = ("two_axes", "data_tensor")
-"""Beyond the table every reader knows: long."""
+"""Cases that are compiled in `make test-rest` only."""
 
 
 def ring(n: int) -> float:
-    """Share of a payload that a device sends in a gather or a scatter among n (FACTS: (N-1)/N)."""
+    """Return the fraction of a payload that a device sends in a gather or scatter over n devices."""
     return (n - 1) / n
 
 
 def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, float]]:
-    """(axes, kind) -> (arrays a step, bytes a device sends a step), written down from the formulas.
+    """Return (axes, kind) -> (arrays per step, bytes sent by a device per step).
 
-    XLA:CPU sends float32 for bfloat16, an all-reduce for a reduce-scatter (twice the bytes), and reduces each of the
-    gradients of a shared input by itself (three in attention, two in the MLP) instead of their sum.
+    XLA:CPU sends float32 instead of bfloat16, and all-reduces instead of reduce-scatters (twice the bytes). It reduces
+    each gradient of a shared input (three in attention, two in the MLP) instead of their sum.
     """
     compute = F32 if on_cpu else BF16
     scatter = 2 if on_cpu else 1
@@ -58,8 +58,8 @@ def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, 
             ("fsdp", "reduce-scatter"): (LEAVES, scatter * ring(n) * F32 * ALL),
             ("fsdp", "all-gather"): (LEAVES, ring(n) * F32 * ALL),
         }
-    # Outside the loop over layers the backward pass uses what the forward pass gathered; XLA:CPU gathers the last
-    # norm's scale again.
+    # Outside the loop over layers the backward pass reuses the gathered weights. XLA:CPU gathers the scale of the final
+    # norm again.
     gathers = 2 * L * LAYER_LEAVES + OTHER_LEAVES + on_cpu
     gathered = compute * (2 * L * LAYER + REST + D * on_cpu)
     if case in ("zero3", "two_axes"):
@@ -75,7 +75,7 @@ def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, 
             ("data", "all-reduce"): (LEAVES, 2 * ring(2) * F32 * ALL / 4),
         }
     if case == "hsdp":
-        # The gradients of the embedding and of the norms are summed over both axes at once.
+        # Gradients of embedding and norms are reduced over both axes in a single all-reduce.
         once = V * D + D + 2 * L * D
         return {
             ("fsdp", "all-gather"): (gathers, ring(4) * gathered),
@@ -89,25 +89,25 @@ def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, 
     norms = (2 * L + 1) * D
     found: dict[tuple[str, str], tuple[int, float]] = {}
     if "sequence" not in case:
-        # Two a layer and direction (Megatron's g and f), the embedding's result, the gradient of the head's input;
-        # three numbers a token for the loss over a split vocabulary.
+        # Two per layer and pass (g and f of Megatron-LM), the output of the embedding, and the gradient of the head's
+        # input. The loss over a sharded vocabulary has three scalars per token.
         sums = forward + backward
         found["tensor", "all-reduce"] = (sums + 3, 2 * ring(ways) * (sums * activation + 3 * token))
     else:
-        # Each all-reduce becomes a scatter and a gather, but for the lookup, whose result is summed whole.
+        # Each all-reduce becomes a scatter and a gather, except that of the embedding lookup.
         small = 2 * ring(ways) * (activation + 3 * token)
         split = ring(4) if case.startswith("fsdp") else 0
         norm_bytes = 2 * ring(ways) * F32 * norms / (4 if split and not on_cpu else 1)
         reduces, reduced = 1 + 3 + len_norms(), small + norm_bytes
         scatters = forward - 1 + 2 * L + 1
-        if on_cpu:  # the sums of several gradients are not scattered
+        if on_cpu:  # sums of several gradients are not scattered
             scatters -= 2 * L
             reduces += 5 * L
             reduced += 2 * ring(ways) * 5 * L * activation
         found["tensor", "all-reduce"] = (reduces, reduced)
         found["tensor", "reduce-scatter"] = (scatters, scatter * ring(ways) * scatters * activation)
         found["tensor", "all-gather"] = (4 * L + 2, ring(ways) * (4 * L + 2) * activation)
-    # Of a weight that `tensor` splits, half is gathered, scattered and reduced.
+    # Weights that are sharded over `tensor` have half the bytes.
     halved, whole = L * (LAYER - 2 * D) + 2 * V * D, norms
     if case == "data_tensor":
         found["data", "all-reduce"] = (LEAVES, 2 * ring(4) * F32 * (halved / 2 + whole))
@@ -119,7 +119,7 @@ def closed_form(case: str, *, on_cpu: bool) -> dict[tuple[str, str], tuple[int, 
 
 
 def len_norms() -> int:
-    """Norm scales, whose gradients are partial where the sequence is split."""
+    """Return the number of norm scales, whose gradients are partial sums if the sequence is sharded."""
     return 2 * L + 1
 
 
@@ -166,7 +166,7 @@ def test_a_strategy_sends_what_the_formulas_say(read, case, target):
         factor = 2 if (line.kind, line.lowered_as) == ("reduce-scatter", "all-reduce") else 1
         assert line.actual_bytes == pytest.approx(factor * line.bytes_sent_per_device, rel=0.01), line
     if case == "fsdp_sequence" and ("fsdp*tensor", "all-reduce") in counts:
-        # Older GPU compilers do not scatter what is as small as a norm's scale: they sum it over both axes at once.
+        # Older GPU compilers do not scatter arrays as small as the scale of a norm: they all-reduce it over both axes.
         assert counts.pop(("fsdp*tensor", "all-reduce")) == len_norms()
         assert sent.pop(("fsdp*tensor", "all-reduce")) <= 2 * F32 * len_norms() * D
         scales = F32 * len_norms() * D
@@ -177,7 +177,7 @@ def test_a_strategy_sends_what_the_formulas_say(read, case, target):
     assert counts == {key: count for key, (count, _) in expected.items()}
     for key, (_, expected_bytes) in expected.items():
         assert sent[key] == pytest.approx(expected_bytes, rel=0.01), key
-    # Nothing was left out of the account but numbers of the size of a loss.
+    # All collectives are compared, except scalars such as the loss.
     total = sum(one.bytes_sent_per_step for one in collectives)
     assert sum(line.actual_bytes for line in (*found.matched, *found.small)) == pytest.approx(total)
     assert all(line.bytes_sent_per_device / line.actual_count <= 2 * F32 * SMALL for line in found.small)
@@ -213,8 +213,10 @@ def test_step_options_change_the_expected_collectives(read, case, options, targe
 
 @pytest.mark.matrix
 def test_each_micro_step_reduces_and_gathers(compiled):
-    """Reduction in every micro-step costs so many times the bytes of one after the loop. The few tokens of a micro-step
-    fetch rows of the embedding, which is gathered for one reduction."""
+    """Each of the two micro-steps reduces gradients.
+
+    Micro-steps have few tokens, so they fetch rows of the embedding, which `once` gathers instead.
+    """
 
     def verdict_of(mode):
         plant, program = compiled("zero3", "cpu", accumulate=2, reduce_gradients=mode)
@@ -246,7 +248,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     ("case", "variant"), [("fsdp_tensor", "latent"), *(("fsdp_sequence", one) for one in VARIANTS)]
 )
-def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
+def test_decoder_variants_change_the_expected_collectives(planted, case, variant):
     config = dataclasses.replace(planted.CONFIG, **VARIANTS[variant])
     plant = dataclasses.replace(planted.reference(case), model=config.build()).on_cpu
     program = compile_here(plant.step.trace(plant.state, plant.batch))
@@ -254,7 +256,7 @@ def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
 
 
 UNEXPECTED = {
-    # A planted mistake, and the dearest collective that it causes and no strategy expects.
+    # Kind, axes and module of the largest unexpected collective of each mistake.
     "gathered_activation": ("all-gather", ("fsdp",), "gradients/layers/order"),
     "whole_batch": ("all-gather", ("fsdp",), "gradients/layers/mlp"),
     "reshaped_batch": ("all-reduce", ("data",), "gradients/micro_steps/layers/mlp"),
@@ -266,12 +268,12 @@ UNEXPECTED = {
 
 
 @pytest.mark.parametrize("name", pods(UNEXPECTED))
-def test_a_planted_mistake_is_unexpected_at_its_place(read, planted, name):
+def test_planted_mistakes_are_unexpected_in_their_module(read, planted, name):
     found = verdict(*read(name, "pod"), "pod").unexpected
     dearest = found[0]
     kind, axes, place = UNEXPECTED[name]
     assert (dearest.kind, dearest.axes) == (kind, axes)
-    # Where the compiler moved a combined gather to the slice of the loop, its name ends above the place.
+    # If the compiler moved a combined gather to the slice of the loop, its name contains only an outer module.
     assert f"{place}/".startswith(f"{dearest.module}/")
     assert place in {one.module for one in found}
     assert dearest.source.startswith(f"{planted.__file__}:")
@@ -282,18 +284,18 @@ def test_a_planted_mistake_is_unexpected_at_its_place(read, planted, name):
 
 
 @pytest.mark.parametrize("name", pods(["nothing", "replicated_embedding", "tensor_over_nodes", "idle_axis"]))
-def test_what_is_sent_as_promised_is_not_unexpected(read, name):
+def test_expected_plants_have_no_unexpected_collectives(read, name):
     assert_matches(verdict(*read(name, "pod"), "pod"))
 
 
-def test_what_a_kernel_sends_is_its_own_matter(read):
+def test_collectives_of_kernels_are_matched_with_the_jaxpr(read):
     found = verdict(*read("sliced_all_reduce", "pod"), "pod")
     assert not found.unexpected
     assert {line.kind for line in found.kernels} >= {"all-reduce"}
 
 
-def test_another_strategys_program_breaks_the_promise(read, planted):
-    """The collectives of zero3 against ddp's program: nothing is gathered, and the gradients' sums are unexpected."""
+def test_program_of_another_strategy_has_unexpected_collectives(read, planted):
+    """In a ddp program, the gathers of zero3 are missing and the all-reduces of gradients are unexpected."""
     plant = planted.reference("zero3")
     setup, options = plant.state.setup, plant.step.options
     _, _, collectives, _ = read("ddp", "pod")
@@ -314,7 +316,7 @@ def test_nothing_is_expected_on_one_device(planted):
 
 
 def mlp(num_blocks=2, width=64, hidden=128):
-    """Blocks without names: a column-parallel and a row-parallel weight each, split by path rules."""
+    """Return blocks without logical names, with a column- and a row-parallel weight sharded by path rules."""
 
     def init(key):
         shapes = {"up": (width, hidden), "down": (hidden, width)}
@@ -408,7 +410,7 @@ def test_statistics_of_a_batch_are_expected():
 
 
 @pytest.mark.matrix
-def test_an_optimizers_own_vectors_are_expected_and_its_matrices_are_not():
+def test_reductions_of_optimizer_vectors_are_expected():
     model = two_matmuls(lambda p, x: jax.numpy.tanh(mp.constrain(x, "batch", None) @ p["a"]) @ p["b"],
                         names={"a": ("embed", "mlp"), "b": ("mlp", "embed")})  # fmt: skip
     batch = {"x": np.ones((2048, 96), np.float32)}
@@ -420,8 +422,8 @@ def test_an_optimizers_own_vectors_are_expected_and_its_matrices_are_not():
 
 
 @pytest.mark.pod
-def test_another_dtype_than_promised_is_told(pod):
-    """A layer that does not know of the reduction's dtype sums its gradients in its own."""
+def test_unexpected_dtype_of_a_reduction_is_a_finding(pod):
+    """A matmul without `mp` helpers reduces gradients in the compute dtype instead of the requested dtype."""
     model = two_matmuls(lambda p, x: jax.numpy.tanh(x.astype("bfloat16") @ p["a"]) @ p["b"])
     mesh = mp.MeshSpec(data=8).abstract()
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=mp.ddp())
@@ -437,8 +439,8 @@ def test_another_dtype_than_promised_is_told(pod):
 
 
 @pytest.mark.pod
-def test_partial_sums_of_modules_that_cast_back_are_no_bfloat16(pod):
-    """What was expected in bfloat16 and sent in float32 is twice the bytes, with the fix for what is too wide."""
+def test_float32_modules_send_twice_the_expected_bytes(pod):
+    """The finding recommends a module dtype of bfloat16."""
 
     def apply(p, x):
         hidden = mp.constrain(jax.numpy.tanh(x @ p["a"].astype("float32")), "batch", "act_mlp")

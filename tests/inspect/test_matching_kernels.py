@@ -1,4 +1,4 @@
-"""What the strategies' own kernels send, in closed form, against programs for eight H100s and for eight CPU devices."""
+"""Collectives of the strategies' kernels: closed forms against programs for eight H100s and eight CPU devices."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.inspect.test_expected import BF16, F32, B, D, F, L, T, V, assert_matc
 MATRICES = 4 * D * D + 3 * D * F
 """Weights of a layer: query, key, value and out; gate, up and down."""
 NORMS = (2 * L + 1) * D
-"""Scales: two a layer and the last one."""
+"""Scales of norms: two in each layer, and the final norm."""
 LAYER_MATRICES, TABLES, SCALES = 7, 2, 2 * L + 1
 ALL = L * MATRICES + 2 * V * D + NORMS
 LEAVES = L * LAYER_MATRICES + TABLES + SCALES
 BYTES = (256 + 4) / 256
-"""An element on the wire, where a block of 256 has a scale of four bytes."""
+"""Bytes of an 8-bit element, with a scale of four bytes for each block of 256."""
 
 
 def attention(n: int, rows: int, wire: int) -> tuple[int, float]:
-    """(permutes, bytes) of ring attention over n ranks, with what brings the last hidden states back in order.
+    """Return permutes and bytes of ring attention over n ranks, including the reordering of the last hidden states.
 
-    Keys and values of a rank's positions go to n-1 others, forward and again backward, and backward their gradients in
-    float32 behind them; hidden states go in two halves, once a pass.
+    Keys and values of a rank are sent n-1 times in each pass, and in the backward pass also their gradients in float32.
+    Hidden states are sent in two halves, once in each pass.
     """
     positions = rows * T // n
     keys_values = 2 * positions * D
@@ -40,9 +40,9 @@ def attention(n: int, rows: int, wire: int) -> tuple[int, float]:
 
 
 def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, float]]:
-    """(axes, kind) -> (arrays a step, bytes a device sends a step), written down from the formulas.
+    """Return (axes, kind) -> (arrays per step, bytes sent by a device per step).
 
-    A gather or scatter that is lowered to permutes stands as permutes.
+    Gathers and scatters that are lowered as permutes are counted as permutes.
     """
     wire = F32 if target == "cpu" else BF16
     if case == "context":
@@ -50,7 +50,7 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
             ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
             ("context", "collective-permute"): attention(8, B, wire),
         }
-    if case == "heads":  # queries, keys, values and the heads' output of a rank's positions, forward and backward
+    if case == "heads":  # queries, keys, values and outputs of the local positions, in both passes
         return {
             ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
             ("context", "all-to-all"): (L * 2 * 4, L * 2 * 4 * ring(8) * B * T // 8 * D * wire),
@@ -65,14 +65,14 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
             ("context", "collective-permute"): attention(4, B // 2, wire),
         }
     if case == "overlapped":
-        # A gather before and a scatter behind each of two blocks; backward each becomes the other, and what was
-        # gathered forward is gathered once more. In 7 steps of 2 messages.
+        # Each of the two blocks gathers its input and scatters its output. The backward pass transposes both and
+        # gathers the input again. Each of these rings has 7 steps with 2 messages.
         rings = L * 2 * (2 + 3)
         return {("tensor", "collective-permute"): (rings * 14, rings * ring(8) * B * T * D * wire)}
-    weights = 2 * L * MATRICES + 2 * V * D  # layer by layer forward and backward; the tables once
+    weights = 2 * L * MATRICES + 2 * V * D  # weights of layers in both passes, embedding and head once
     gradients = L * MATRICES + 2 * V * D
     arrays = L * LAYER_MATRICES + TABLES
-    stacks = 3  # scales of the layers' first norms, of their second ones, and of the last, in bfloat16
+    stacks = 3  # scales of both stacks of norms and of the final norm, in bfloat16
     if case == "int8":
         return {
             ("fsdp", "all-gather"): (arrays + L * LAYER_MATRICES + stacks, 3 / 4 * (BYTES * weights + BF16 * NORMS)),
@@ -85,7 +85,7 @@ def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, floa
     assert case == "second_shard"
     forward = L * MATRICES + 2 * V * D
     return {
-        # A second shard is an eighth times the two nodes: a quarter.
+        # The second shard has 2/8 of the elements, because it is replicated over two nodes.
         ("fsdp", "all-gather"): (arrays + L * LAYER_MATRICES + stacks, 3 / 4 * (BYTES * weights + BF16 * NORMS)),
         ("data", "all-gather"): (arrays + stacks, 1 / 8 * (BYTES * forward + BF16 * NORMS)),
         ("fsdp", "all-to-all"): (arrays, 3 / 4 * BYTES * gradients),
@@ -99,7 +99,7 @@ BOTH = [*cases(grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
 
 
 @pytest.mark.parametrize(("case", "target"), BOTH)
-def test_a_kernel_sends_what_the_formulas_say(read, case, target):
+def test_kernels_send_the_bytes_of_the_closed_forms(read, case, target):
     found = verdict(*read(case, target), target)
     assert_matches(found)
     counts, sent = {}, {}
@@ -111,7 +111,7 @@ def test_a_kernel_sends_what_the_formulas_say(read, case, target):
             assert line.actual_bytes == pytest.approx(line.bytes_sent_per_device, rel=0.01), line
     expected = closed_form(case, target)
     if target == "cpu" and case == "context_fsdp":
-        # What XLA:CPU makes of gathers and scatters is test_promise.py's; permutes are the same anywhere.
+        # test_expected.py tests how XLA:CPU lowers gathers and scatters. Permutes are equal on all platforms.
         expected = {key: value for key, value in expected.items() if key[1] == "collective-permute"}
     else:
         assert case == "overlapped" or set(counts) == set(expected)
@@ -150,23 +150,23 @@ def test_every_option_under_every_strategy(read, case, options, target):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
-def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, monkeypatch, num_kv_heads):
+def test_repeated_key_heads_are_sent_for_each_rank(planted, monkeypatch, num_kv_heads):
     monkeypatch.setattr(planted, "CONFIG", dataclasses.replace(planted.CONFIG, num_kv_heads=num_kv_heads))
     plant = planted.reference("heads", remat="full").on_cpu
     program = compile_here(plant.step.trace(plant.state, plant.batch))
     found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), None, "cpu")
     assert_matches(found)
     sent = {line.role: (line.actual_count, line.actual_bytes) for line in found.matched if line.kind == "all-to-all"}
-    one = ring(8) * B * T // 8 * D * F32  # as wide as queries, one head for each of 8 ranks
+    one = ring(8) * B * T // 8 * D * F32  # keys are repeated to one head for each of 8 ranks
     assert sent["heads scattered for attention, forward"] == (2 * 4 * L, 2 * 4 * L * one)
     assert sent["heads scattered for attention, backward"] == (4 * L, 4 * L * one)
 
 
-# Mistakes ------------------------------------------------------------------------------------------------------------
+# Unexpected collectives ----------------------------------------------------------------------------------------------
 
 
 def gathered_by_xla(q, k, v, *_, **__):
-    """Attention on gathered keys and values."""
+    """Compute attention with gathered keys and values."""
     k, v = (mp.constrain(x, "batch", None, "act_kv_heads", None) for x in (k, v))
     return jax.nn.dot_product_attention(q, k, v, is_causal=False)
 
@@ -186,8 +186,8 @@ def test_attention_that_gathers_the_sequence_is_unexpected(planted, monkeypatch)
 @pytest.mark.parametrize(
     ("sent_as", "kinds"), [("hsdp", {"all-gather", "reduce-scatter"}), ("gradients_int8", {"all-gather"})]
 )
-def test_weights_gathered_in_full_are_unexpected_where_bytes_were_promised(read, planted, sent_as, kinds):
-    """By the compiler, which is told nothing of bytes, and by hand."""
+def test_gathers_in_full_precision_are_unexpected_for_int8(read, planted, sent_as, kinds):
+    """The gathers come from a program without quantization, or from one that quantizes gradients only."""
     plant = planted.reference("int8").on_cpu
     *_, jaxpr = read("int8", "cpu")
     found = verdict(plant.state.setup, plant.step.options, read(sent_as, "cpu")[2], jaxpr, "cpu")
@@ -195,8 +195,8 @@ def test_weights_gathered_in_full_are_unexpected_where_bytes_were_promised(read,
 
 
 @pytest.mark.matrix
-def test_messages_larger_than_promised_are_unexpected(read):
-    """Rows sent whole both ways round, where half each way would do."""
+def test_larger_messages_than_expected_are_unexpected(read):
+    """Double the messages, as if each direction of the ring sent all examples instead of half."""
     setup, options, collectives, jaxpr = read("overlapped", "cpu")
 
     def doubled(one):

@@ -275,7 +275,7 @@ def test_node_first_sends_each_token_once_to_each_node(request, name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
-def test_gradients_of_experts_are_summed_over_other_axes_and_the_routers_over_all(found, name):
+def test_expert_gradients_are_not_reduced_over_the_expert_axis(found, name):
     case = CASES[name]
     verdict = verdict_of(found, name)
     others = tuple(axis for axis in case.sizes if axis != "expert")

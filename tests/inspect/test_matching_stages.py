@@ -84,7 +84,7 @@ def decoder(case, size):
     cfg = TransformerConfig(
         vocab_size=V, num_layers=L, embed_dim=D * size, num_heads=4, num_kv_heads=4, head_dim=D * size // 4,
         mlp_dim=F * size, tied_embeddings=case.tied, moe=experts if case.experts else None,
-        attention="xla" if size > 1 else "blockwise",  # whose FLOPs are the model's: a tile is computed whole
+        attention="xla" if size > 1 else "blockwise",  # blockwise attention also computes the masked part of a tile
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((T * size,), np.int32)
     return cfg.build(), next_token_loss, {"inputs": tokens, "targets": tokens}
@@ -155,7 +155,7 @@ MORE = {
 }  # fmt: skip
 ALL = CASES | MORE
 SPARED = ("1f1b, tensor", "zero1", "tied, on one stage", "microbatch, decoder")
-"""Cases without a test of their own, available by name."""
+"""Further cases by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ def test_each_stage_sends_what_was_promised_and_nothing_else(built, name):
 
 
 @pytest.mark.matrix
-def test_maxima_of_rows_in_8_bits_are_promised_by_stage(built):
+def test_rowwise_scales_are_expected_on_each_stage(built):
     for verdict in built("8 bits by row").verdicts:
         found = [line for line in verdict.matched if line.role == SCALES]
         assert found
@@ -230,8 +230,8 @@ def test_maxima_of_rows_in_8_bits_are_promised_by_stage(built):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
-    """The expected counts come from the schedule table, independent of buffer slots."""
+def test_messages_between_stages_follow_the_schedule_table(built, name):
+    """Derive the expected counts from the schedule table, independent of buffer slots."""
     one = built(name)
     schedule, axis = one.parts.schedule, "stage"
     done, on = schedule.done_in, schedule.done_on
@@ -241,7 +241,7 @@ def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
         for tick, a, b in zip(made.flat, source.flat, goal.flat, strict=True):
             if a != b:
                 ticks[1 if (b - a) % schedule.stages == 1 else -1].append((tick, a))
-    # A stage sends so often in a tick; each needs a permute of its own.
+    # A permute sends at most one message of a stage, so count the most messages of a stage in each tick.
     most = 0
     for sent in ticks.values():
         for tick in {tick for tick, _ in sent}:
@@ -253,8 +253,8 @@ def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
     assert {c.bytes_sent_per_device for c in found} == {4 * math.prod(x.shape)}
 
 
-def test_a_stage_runs_what_the_table_gives_it(built):
-    """Of dualpipe's three microbatches two begin on the first stage and one on the other."""
+def test_stage_operations_follow_the_schedule_table(built):
+    """Count operations by stage. DualPipe starts two of three microbatches on the first stage."""
     one = built("zb-h1")
     counts = {c.module.rpartition("cell/")[2]: c.count_by_stage for c in one.collectives if c.count_by_stage}
     m, layers = 4, L // 2
@@ -264,23 +264,23 @@ def test_a_stage_runs_what_the_table_gives_it(built):
     assert traffic(make("dualpipe", 2, 3)).first.tolist() == [2, 1]
 
 
-def test_parts_change_stages_as_shards():
-    """Copies are sent before gathering weights and after reducing gradients: a quarter of each chunk on fsdp=4."""
+def test_chunks_are_sent_between_stages_as_shards():
+    """Chunks are sent before weights are gathered and after gradients are reduced: a quarter of each on fsdp=4."""
     case = Case(mp.MeshSpec(stage=2, fsdp=4), "zb-v", 2, mp.fsdp(), deep=False)
     step, state, batch = case.step(case.mesh.build())
     moved = messages(step.trace(state, batch).jaxpr, ScheduleCounts(make("zb-v", 2, 2)))
     sizes = [one.elements for one in moved if one.axes == ("stage",)]
-    # A part is one layer, of two arrays; one part of each stage changes it, there and back.
+    # A chunk is a layer with two arrays. One chunk of each stage is sent to the other stage and back.
     assert (sizes.count(D * F // 4), sizes.count(D * F)) == (4, 0)
 
 
-def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
+def test_weights_are_gathered_per_step_or_per_microbatch(built):
     lines = {name: {line.role: line for line in built(name).verdict(0).matched} for name in ("zb-h1", "microbatch")}
     assert lines["zb-h1"]["weights before use"].actual_count == 12
-    assert lines["microbatch"]["weights before use"].actual_count == 2  # what stands before the layers and behind them
+    assert lines["microbatch"]["weights before use"].actual_count == 2  # embedding and head
     count, sent = in_cells(built("microbatch").verdict(0))
-    assert count == 2 * 2 * 2  # two leaves, in the F and the B of two microbatches
-    assert sent == count * 4 * (L // 2 * D * F // 2) / 2  # ring, split in two by `tensor`
+    assert count == 2 * 2 * 2  # two weights, in F and B of two microbatches
+    assert sent == count * 4 * (L // 2 * D * F // 2) / 2  # a ring of two; `tensor` halves the weight
 
 
 def in_cells(verdict):
@@ -289,8 +289,8 @@ def in_cells(verdict):
     return sum(line.actual_count for line in lines), sum(line.actual_bytes for line in lines)
 
 
-def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
-    """W gathers a weight only if the gradient depends on it and the B of the same tick slot has not gathered it."""
+def test_weights_are_gathered_by_operations_that_read_them(built):
+    """W gathers a weight only if its gradient depends on the weight and B of the same tick slot did not gather it."""
     one = built("microbatch, read by W")
     schedule = one.parts.schedule
     assert one.parts.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
@@ -302,8 +302,8 @@ def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
 
 
 @pytest.mark.matrix
-def test_parts_of_layers_that_give_an_aux():
-    """Each rank reads the full router, but only its local experts."""
+def test_stage_partition_of_moe_layers():
+    """F and B read router and experts, W does not."""
     case = MORE["experts"]
     parts = parts_of(*case.step(case.mesh.abstract(devices=8)))
     assert parts.reads["layers/mlp/router"] == parts.reads["layers/mlp/up"] == (True, True, False)
@@ -311,7 +311,7 @@ def test_parts_of_layers_that_give_an_aux():
     assert y.shape == (2, T, D)
 
 
-def test_a_collective_of_a_stage_names_the_models_own_line(built):
+def test_collectives_of_stages_name_lines_of_the_model(built):
     """A stage runs slices of the traced model, but sends the same collectives as without stages."""
     lines, first = inspect.getsourcelines(matmuls)
     (line,) = (first + at for at, text in enumerate(lines) if '@ one["up"]' in text)
@@ -325,10 +325,10 @@ def test_a_collective_of_a_stage_names_the_models_own_line(built):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "eager-1f1b", "zb-h2", "zb-v", "dualpipe"])
-def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
-    """Stages that wait for messages only are no slower than all in step, and no faster than without waiting."""
+def test_makespan_is_between_free_and_lockstep_stages(name):
+    """The makespan is between the simulations with free and with lockstep stages."""
     schedule = make(name, 4, 8)
-    # The executor sends what a B makes before the W of the same block.
+    # The executor sends the output of B before it runs W of the same block.
     schedule = dataclasses.replace(schedule, joined=np.zeros_like(schedule.joined))
     share = schedule.stages / schedule.num_parts
     lengths = (schedule.table[..., 0] >= 0).sum(2) * share
@@ -336,8 +336,8 @@ def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
     assert simulated.free.makespan - 1e-9 <= found <= simulated.lockstep.makespan + 1e-9
 
 
-def test_choices_are_numbered_as_they_are_picked():
-    """HLO writes the computations of a truth the true one first, and those of a number in their order."""
+def test_branches_of_conditionals_are_numbered_by_index():
+    """HLO lists the true branch of a boolean conditional first, and the branches of an index in order."""
     text = """HloModule chosen
 yes {
   ROOT a = f32[] parameter(0)
@@ -428,12 +428,11 @@ def reports(program_of):
 
 
 @pytest.mark.matrix
-def test_explain_counts_what_stages_run(reports):
-    """Every matmul of the model runs once, on some stage, and scores again backward; weights gathered once are what was
-    sent, and what is held."""
+def test_explain_counts_flops_and_bytes_of_stages(reports):
+    """Each matmul runs once, on one stage, and attention scores again in the backward pass."""
     report, case = reports("zb-h1"), CASES["zb-h1"]
     assert report.is_as_expected
-    again = case.microbatches * T * 2 * T * D * L  # a device has so many rows
+    again = case.microbatches * T * 2 * T * D * L  # recomputed scores of the examples of a device
     flops = report.compute.model_flops_per_device
     assert report.compute.flops_per_device == pytest.approx(flops + again, abs=1e-3)
     assert json.loads(json.dumps(report.to_json())) == report.to_json()
@@ -444,7 +443,7 @@ def test_explain_counts_what_stages_run(reports):
     assert "bubble" in str(report)
     norms = 2 * L // 2 * D
     layers = {name: sum(d.leaf.size for d in leaves_of(case) if is_layer(d) == name) for name in (True, False)}
-    held = 4 * ((layers[True] // 2 - norms) // 2 + norms)  # of a stage; half of it, split over `tensor`, but for norms
+    held = 4 * ((layers[True] // 2 - norms) // 2 + norms)  # of a stage; `tensor` halves all weights except norms
     once, often = stages.gathering
     assert (once.gather, once.held_bytes, once.sent_bytes) == ("step", held, held / 2)
     assert often.sent_bytes == 2 * case.microbatches * once.sent_bytes
@@ -464,7 +463,7 @@ def is_layer(decision):
 
 @pytest.fixture(scope="module")
 def across_nodes(program_of, request):
-    """A decoder over two nodes: stages across them, tensor inside."""
+    """Return a decoder on two nodes, with a stage on each node and tensor parallelism inside a node."""
     case = Case(
         mp.MeshSpec(stage=2, fsdp=2, tensor=4), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel(), compute="bfloat16"
     )
@@ -483,12 +482,12 @@ def across_nodes(program_of, request):
 
 
 @pytest.mark.pod
-def test_across_nodes_stages_talk_from_one_to_the_next(across_nodes):
+def test_only_stages_communicate_across_nodes(across_nodes):
     one, report = across_nodes
     assert report.matching.missing == report.matching.unexpected == ()
     for sent in report.collectives:
         found = sent.collective
-        if "stage" in found.axes and found.kind != "collective-permute":  # numbers: loss, norm
+        if "stage" in found.axes and found.kind != "collective-permute":  # scalars such as loss and gradient norm
             assert sum(array.size for array in found.arrays) <= SMALL
         if found.axes == ("tensor",):
             assert sent.crosses_node is False
@@ -500,7 +499,7 @@ def test_across_nodes_stages_talk_from_one_to_the_next(across_nodes):
 
 
 @pytest.mark.pod
-def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
+def test_timeline_of_stages_contains_the_bubble(across_nodes):
     _, report = across_nodes
     assert report.compute.ratio == pytest.approx(1, abs=1e-9)
     times = report.timeline
@@ -510,17 +509,17 @@ def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
         assert sum(t.time_s for t in times.collectives if t.collective.axes_label == label) == pytest.approx(time_s)
     assert report.compute.bubble_s == times.bubble_s
     assert report.stages.waiting_fraction == pytest.approx(times.bubble_s / times.step_s)
-    # The schedule's own bubble is that of a step with nothing before and behind its ticks, and of cells of one length.
+    # The bubble of the schedule itself assumes equal operations and a step without work before and after the ticks.
     assert 0 < times.bubble_s < times.step_s / 2
 
 
 @pytest.mark.pod
 @pytest.mark.parametrize("schedule", cases("1f1b", grid=["1f1b", "eager-1f1b", "zb-h1", "zb-h2"]))
-def test_no_tick_copies_its_buffers(pod, schedule):
-    """Saved activations are updated in place: a buffer is written one slot at a time."""
+def test_ticks_do_not_copy_buffers(pod, schedule):
+    """Buffers of saved activations are updated in place, one slot at a time."""
     if schedule != "1f1b" and jax.__version_info__ < (0, 12):
         pytest.skip(
-            "the XLA of jax below 0.12 copies buffers that a cell reads and writes; Python 3.12 brings a newer jax"
+            "XLA of jax before 0.12 copies buffers that an operation reads and writes; Python 3.12 installs a newer jax"
         )
     case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
@@ -531,7 +530,7 @@ def test_no_tick_copies_its_buffers(pod, schedule):
         for name, count in Plan.of(table).buffers().items()
         if name in ("saved_activations", "deferred_weight_grads")
     } - {(1,)}
-    handed_on = 4 * (T * 4) * (D * 4)  # numbers of a microbatch between layers: rows, tokens, width
+    handed_on = 4 * (T * 4) * (D * 4)  # elements of the activations of a microbatch
     ticks = [visit for visit in executed(program.module) if visit.loops and visit.loops[0].trip_count == table.ticks]
     copied = [
         ins.name
