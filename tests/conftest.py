@@ -1,8 +1,4 @@
-"""What every test stands on: eight XLA host devices, set up before jax is imported anywhere.
-
-Fixtures, for whoever names them: `mesh8`, `strict`, `pod`, `child_env`, `meshpar`, and those of `buckets.py`. `Costs`
-reports what tests cost.
-"""
+"""Eight XLA host devices, which are configured before jax is imported, shared fixtures, and costs of tests."""
 
 from __future__ import annotations
 
@@ -19,33 +15,33 @@ from pathlib import Path
 
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    # Two workers share two cores: one arithmetic thread per device, and patience with a device thread that awaits its
-    # turn (by default XLA gives up after 40 s, and takes the process down with it).
+    # Two workers share two cores, so each device has one thread for arithmetic. A device thread may wait long for a
+    # core. By default XLA aborts the process after 40 s.
     "--xla_cpu_multi_thread_eigen": "false",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
-    # Tests compile many small programs and run each a few times, so machine code is made fast instead of making fast
-    # code. The collectives stay the same; the tests of the step take 101 s of processor, not 173.
+    # Tests compile many small programs and run each a few times, so fast compilation matters more than fast code. The
+    # collectives do not change. The tests of the step need 101 s of processor time instead of 173 s.
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
-    # One LLVM module a program: cut into 32, as by default, a training step takes 1.5 s of processor instead of 0.9.
+    # With one LLVM module per program, a training step compiles in 0.9 s instead of 1.5 s (32 modules, the default).
     "--xla_cpu_parallel_codegen_split_count": "1",
 }
 if importlib.metadata.version("jax").startswith("0.10."):
-    # jax 0.10 still has XLA's older code generator: 55 s of processor instead of 101. jax 0.12 uses the newer one only.
+    # The older code generator of jax 0.10 needs 55 s of processor time instead of 101 s. jax 0.12 does not have it.
     XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 
 
 def _with_defaults(flags: str) -> str:
-    """`flags` with the ones above added where it does not already set them."""
+    """Add `XLA_FLAGS` to the flags, except flags that are set already."""
     given = {flag.split("=")[0] for flag in flags.split()}
     return " ".join([flags, *(f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given)]).strip()
 
 
 ROOT = Path(__file__).parents[1]
 LEFT = ROOT / ".pytest_cache"
-"""What one run leaves for the next: bytecode, compiled programs."""
-if sys.dont_write_bytecode:  # 8 s of processor for each process that imports jax and flax; kept, it is 3 s
+"""Cache of bytecode and compiled programs for later runs."""
+if sys.dont_write_bytecode:  # bytecode reduces the import of jax and flax from 8 s to 3 s
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(LEFT / "bytecode")
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
@@ -55,7 +51,7 @@ os.environ["MPLBACKEND"] = "agg"
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 GIVEN_ENV = dict(os.environ)
-"""Of child processes: tests that run a command in this one leave its `--devices` in the environment."""
+"""Environment of child processes. Commands with `--devices` change the environment of this process."""
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the environment above must come first)
@@ -63,23 +59,23 @@ import pytest  # noqa: E402
 
 from tests.buckets import bucket, gs_bucket, gs_server, s3_server  # noqa: E402, F401 - fixtures
 
-# No verdict hangs on the clock: machines that run tests are busy.
+# Machines that run tests are busy, so no test depends on time.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
-# Tracing makes millions of small objects that live: looked through less often, they cost a tenth less.
+# Tracing creates millions of small objects. Less frequent garbage collection saves 10% of the time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
 def mesh8() -> jax.sharding.Mesh:
-    """`fsdp=4, tensor=2` on the eight host devices, in plain jax: Auto axes, as everything here uses."""
+    """Return a mesh `fsdp=4, tensor=2` of the eight host devices, with Auto axes."""
     return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
 @pytest.fixture(scope="session")
 def child_env() -> dict[str, str]:
-    """The environment of a child process: its own eight devices, and programs compiled once for all children."""
+    """Return the environment of a child process, with eight devices and a shared cache of compiled programs."""
     return {
         **GIVEN_ENV,
         "PYTHONPATH": os.pathsep.join([str(ROOT), GIVEN_ENV.get("PYTHONPATH", "")]).strip(os.pathsep),
@@ -90,7 +86,7 @@ def child_env() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def pod():
-    """A process that compiles for GPUs; tests that use it are skipped where the `aot` extra is not installed."""
+    """Return a process that compiles for GPUs, or skip the test if the `aot` extra is not installed."""
     from meshpar.inspect.pod import PodProcess
     from meshpar.inspect.target import missing_aot
 
@@ -102,27 +98,27 @@ def pod():
 
 @pytest.fixture
 def strict():
-    """No silent broadcasting across ranks, no silent dtype promotion, inside one test.
+    """Make implicit broadcasting and dtype promotion errors.
 
-    Not for tests that run an optimizer: optax itself multiplies int32 counts by Python floats.
+    Tests of optimizers cannot use it, because optax multiplies int32 counts by Python floats.
     """
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
 
 
 KEPT_SOURCES = 3
-"""Of so many states of the source compiled programs are kept."""
+"""Number of versions of the source whose compiled programs are cached."""
 MOST_BYTES = 2_000_000_000
-"""What a worker is to hold at its peak; the summary tells when one holds more."""
+"""Limit of a worker's peak memory. The summary warns if a worker exceeds it."""
 KEPT_BYTES = 1_000_000_000
-"""From here on a worker lets go of compiled programs between two files."""
+"""A worker with more memory than this clears its caches between two files."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Call stacks in programs, and with them the names of scopes, only where a test reads them.
+    """Record call stacks and scope names in programs only for tests that read them.
 
-    An eighth of a compilation goes to them, and programs of two tests that are the same otherwise are not to the cache.
+    Call stacks need 1/8 of the compile time, and equal programs of two tests would have different cache keys.
     """
     read_here = item.path.is_relative_to(ROOT / "tests" / "inspect") or item.get_closest_marker("call_stacks")
     jax.config.update("jax_include_full_tracebacks_in_locations", bool(read_here) or "pod" in item.fixturenames)
@@ -141,9 +137,9 @@ def _programs_of_a_file_go_with_it(request: pytest.FixtureRequest):
 
 
 class Costs:
-    """Processor seconds of each test, with its fixtures and children, and the most bytes a worker held.
+    """Processor seconds of each test, including fixtures and child processes, and peak memory of each worker.
 
-    A worker tells its figures in the report of each test's teardown.
+    A worker adds them to the report of a test's teardown.
     """
 
     def __init__(self, file: str | None) -> None:
@@ -182,21 +178,21 @@ class Costs:
             Path(self.file).write_text(self.table())
 
     def table(self) -> str:
-        """JSON: processor seconds of each test function, dearest first, and its number of cases."""
+        """Return JSON with processor seconds and number of cases of each test function, slowest first."""
         found: dict[str, list[float]] = {}
         for name, cpu_s in self.cpu_s.items():
             found.setdefault(name.partition("[")[0], []).append(cpu_s)
-        dearest = sorted(found.items(), key=lambda one: -sum(one[1]))
-        rows = {name: [round(sum(each), 1), len(each)] for name, each in dearest if sum(each) >= 0.1}
+        slowest = sorted(found.items(), key=lambda one: -sum(one[1]))
+        rows = {name: [round(sum(each), 1), len(each)] for name, each in slowest if sum(each) >= 0.1}
         total = {"processor_s": round(sum(self.cpu_s.values())), "tests": len(self.cpu_s)}
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in [*total.items(), *rows.items()])
         return f"{{\n{lines}\n}}\n"
 
 
 def _read_programs_back(config: pytest.Config) -> None:
-    """Programs compiled by an earlier run of the same source are read back, those of other sources go.
+    """Configure the cache of compiled programs, and delete the programs of older versions of the source.
 
-    Names of ops are part of jax's key here, since they are what the ledger reads.
+    Names of operations are part of the cache key, because tests of `inspect` read them.
     """
     content = [file.read_bytes() for file in sorted((ROOT / "meshpar").rglob("*.py"))]
     words = [sys.version, jax.__version__, os.environ["XLA_FLAGS"]]
@@ -222,11 +218,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_docs.py", "test_commands.py")
-"""Few tests that take minutes, in what `make test` leaves out."""
+"""Files with few tests that take minutes and are not in `make test`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The dearest files first: a long one begun last keeps one worker busy while the other has nothing left."""
+    """Run the slowest files first, so that both workers finish at about the same time."""
     cpu_s = dict.fromkeys(LONG_FILES, 1000.0)
     for test, row in json.loads((ROOT / "tests" / "durations.json").read_text()).items():
         if "::" in test:
@@ -237,10 +233,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def meshpar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """Run a command line; gives (exit code, standard output, standard error)."""
+    """Run a command line. Return exit code, standard output and standard error."""
     from meshpar.cli import main as cli
 
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # what a command sets for its own process
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # variables that commands set
         monkeypatch.setenv(name, os.environ.get(name, ""))
 
     def run(*args: object) -> tuple[int, str, str]:

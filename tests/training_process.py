@@ -1,7 +1,7 @@
-"""Small training runs, each in a process of its own, for tests that kill them.
+"""Small training runs in separate processes, for tests that kill them.
 
-As a script it imports everything once, then reads requests from standard input, one JSON object a line, and forks a
-process for each: jax is imported once and not twelve times. It answers with the process's id, and then with its exit.
+As a script, this file imports jax once. It then reads requests from standard input, one JSON object per line, and forks
+a process for each. It prints the process id and later the exit status.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STEPS = 60
 SAVE_EVERY = 6
 VALIDATE_EVERY = 15
 PATIENCE_S = 600
-"""With a machine that is busy: what hangs ends a test, not what is slow."""
+"""Time limit of a process. It is long, because machines that run tests may be busy."""
 
 
 class Runs:
-    """The process that forks, as a test sees it."""
+    """Connection of a test to the process that forks."""
 
     def __init__(self, folder: Path) -> None:
         self._compiled = str(folder)
@@ -63,7 +63,7 @@ class Runs:
             return self._pids[-1]
 
     def wait_for_steps(self, pid: int, folder: Path, steps: int) -> None:
-        """Wait until a run has dispatched so many steps of its own, or has ended."""
+        """Wait until a run has dispatched this number of steps or has ended."""
         deadline = time.monotonic() + PATIENCE_S
         marks = folder / str(pid)
         while not self.ended(pid) and (marks.stat().st_size if marks.exists() else 0) < steps:
@@ -71,7 +71,7 @@ class Runs:
             time.sleep(0.002)
 
     def exit_of(self, pid: int, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the end of a run; its exit status, negative for a signal."""
+        """Wait for the end of a run, and return its exit status, which is negative after a signal."""
         with self._news:
             assert self._news.wait_for(lambda: pid in self._answers, timeout=timeout_s), "it does not end"
             return self._answers[pid]
@@ -85,7 +85,7 @@ class Runs:
 
 
 def serve() -> None:
-    """Fork a run for every request, and report the ends."""
+    """Fork a run for each request, and report when it ends."""
     import grain
     import optax
     import orbax.checkpoint
@@ -115,10 +115,10 @@ def serve() -> None:
 
 
 def run_and_exit(request: dict[str, Any]) -> None:
-    """The forked process: one run, its output in `log` or on a terminal."""
+    """Run in the forked process, with output in `log` or on a terminal."""
     status = 1
     try:
-        os.setsid()  # a terminal that is opened now becomes this process's own, with its Ctrl-C
+        os.setsid()  # the next opened terminal becomes the controlling terminal, which sends Ctrl-C
         log = request.pop("terminal", None) or f"{request['folder']}/{request.pop('log', 'log')}"
         out = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         for number in (0, 1, 2):
@@ -139,7 +139,7 @@ def run_and_exit(request: dict[str, Any]) -> None:
 
 
 def signal_at(number: int, moment: list[list[Any]]) -> None:
-    """Send this process a signal after given numbers of calls, in any thread, so that no clock decides.
+    """Send this process a signal after given numbers of calls in any thread, independent of time.
 
     `moment` contains pairs ("module:function", n). Calls of a pair are counted after the previous pair is complete.
     """
@@ -175,7 +175,7 @@ def signal_at(number: int, moment: list[list[Any]]) -> None:
 
 
 class Sender:
-    """Sends a signal in its finalizer: what a handler raises there, Python prints and forgets, as in any callback."""
+    """Object that sends a signal in its finalizer, where Python ignores exceptions of a signal handler."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -185,7 +185,7 @@ class Sender:
 
 
 def keep_compiled(folder: str) -> None:
-    """What one run has compiled the next one loads."""
+    """Use a cache of compiled programs for all runs."""
     import jax
 
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -194,7 +194,7 @@ def keep_compiled(folder: str) -> None:
 
 
 def command(folder: str, args: list[str], compiled: str, pod: Mapping[str, str] | None = None) -> None:
-    """The command line, in `folder`; a pod's process is told by variables, and asks for signals often."""
+    """Run a command in `folder`. Environment variables select the process of a pod, and signals are checked often."""
     from meshpar.cli import main as cli
     from meshpar.loop import coordination
 
@@ -206,7 +206,7 @@ def command(folder: str, args: list[str], compiled: str, pod: Mapping[str, str] 
     sys.argv = ["meshpar", *args]
     try:
         cli.main()
-    finally:  # what jax does when a process ends
+    finally:  # jax does this when a process ends
         if pod is not None:
             importlib.import_module("jax").distributed.shutdown()
 
@@ -283,7 +283,7 @@ def train(
         result = loop.fit(mp.train_step(loss), state, batches, steps=steps, hooks=hooks, tokens_per_step=8)
     found = {"step": result.step, "reason": result.reason}
     Path(f"{folder}/result-{jax.process_index()}.json").write_text(json.dumps(found))
-    if pod is not None:  # as jax does when a process ends; without it the last to leave aborts
+    if pod is not None:  # jax does this when a process ends; otherwise the last process aborts
         jax.distributed.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Processes of a pod that have agreed to end with a code end with it: early, late, or with one of them lost."""
+"""Processes of a pod end with the exit code that they agreed on, also if a process is late or lost."""
 
 from __future__ import annotations
 

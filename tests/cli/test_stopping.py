@@ -1,6 +1,6 @@
-"""SIGTERM to a pod at any moment: both save, or had saved, and end with one code; a restart goes on to the bit.
+"""SIGTERM to a pod at any moment: both processes save and exit with the same code, and a restart is bit-identical.
 
-Signals are sent when functions are called, whichever the clock says: see `signal_at`.
+Signals are sent when functions are called, independent of time; see `signal_at`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
 
 
 def train(runs: Runs, folder: Path, *, victims: tuple[int, ...] = (), moment=()) -> list[int]:
-    """Both processes of a pod, of which some get a signal at a moment; their exit codes."""
+    """Run two processes, send signals at the given moments, and return the exit codes."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.py").write_text(RECIPE)
     address = f"127.0.0.1:{free_port()}"
@@ -49,13 +49,13 @@ def said(folder: Path) -> str:
 
 
 def end(folder: Path) -> tuple[list[float], dict]:
-    """Every loss, and the fingerprints of all arrays at the last step."""
+    """Return all losses, and the fingerprints of the arrays at the last step."""
     return losses(folder / METRICS), read_index(folder / "runs" / "pod" / "checkpoints", STEPS)["leaves"]
 
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs, tmp_path_factory) -> tuple[list[float], dict]:
-    """The end of a run that nobody stopped."""
+    """Return the results of a run without signals."""
     folder = tmp_path_factory.mktemp("whole")
     assert train(runs, folder) == [0, 0], said(folder)
     found = end(folder)
@@ -63,8 +63,9 @@ def whole(runs: Runs, tmp_path_factory) -> tuple[list[float], dict]:
     return found
 
 
-MOMENTS = {  # and the first and the last step that may be the newest one saved; 0: none is
-    "data is read": ([["meshpar.data.source:RowSource.__init__", 1]], 0, STEPS - 1),  # until the other hears
+MOMENTS = {  # first and last step that may be the newest saved step; 0 if no step is saved
+    # The other process trains until it receives the request.
+    "data is read": ([["meshpar.data.source:RowSource.__init__", 1]], 0, STEPS - 1),
     "a checkpoint is looked for": ([["meshpar.loop.checkpoint:Checkpoints.restore", 1]], 0, STEPS - 1),
     "the first step is compiled": ([[STEP, 1], [COMPILES, 1]], 1, STEPS - 1),
     "between steps": ([[STEP, 6]], 4, STEPS - 1),

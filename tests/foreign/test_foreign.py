@@ -1,6 +1,6 @@
-"""Models that nobody here wrote train on a mesh as on one device, and `explain` raises no false alarm about them.
+"""Models of other packages train on a mesh as on a single device, and `explain` reports no false findings.
 
-`make test-foreign` runs these in an environment of their own: the newest versions that they work with are not ours.
+`make test-foreign` runs these tests in a separate environment, because the packages need other versions of jax.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def batches(case: zoo.Case) -> list:
 
 def setup_of(case: zoo.Case, spec: mp.MeshSpec, strategy, *, by_path: bool = False):
     rules = case.rules | mp.Rules(paths=case.paths) if by_path else case.rules
-    # Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
+    # With the default epsilon, Adam would amplify rounding errors of gradients that are zero.
     return make_setup(case.model, optax.adam(1e-3, eps=1e-6), mesh=mesh_of(spec), strategy=strategy | rules)
 
 
@@ -76,7 +76,7 @@ def step_of(case: zoo.Case, accumulate: int) -> Any:
 
 
 def losses_of(case: zoo.Case, setup, start, accumulate: int) -> list[float]:
-    """On one device rows come in the order in which micro-steps of eight devices have them."""
+    """A single device receives examples in the order of the micro-steps of eight devices."""
     state, found = jax.device_put(start.replace(setup=setup), setup.shardings), []
     step = step_of(case, accumulate)
     for batch in batches(case):
@@ -93,7 +93,7 @@ def _as_eight_devices(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def alone(name: str, accumulate: int):
-    """(state, losses) on one device."""
+    """Return state and losses on a single device."""
     setup = setup_of(case_of(name), mp.MeshSpec(), mp.ddp())
     start = jax.device_get(setup.init(0))
     return start, losses_of(case_of(name), setup, start, accumulate)
@@ -109,7 +109,7 @@ def test_sharded_training_matches_one_device(name, strategy):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = losses_of(case, setup, start, accumulate)
-    # Float32, sums over devices in another order.
+    # Sums in float32 over devices have a different order.
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert not [one for one in told if "activations of this model" in str(one.message)]
     assert any(decision.shards > 1 for decision in (*setup.table.params, *setup.table.optimizer))
@@ -132,10 +132,10 @@ def test_explain_raises_no_false_alarm(name, strategy):
 
 
 def test_gpt2_costs_no_more_than_the_annotated_decoder(pod):
-    """GPT-2 small without names under `mp.fsdp()`, 64 rows of 512 tokens in bfloat16 on eight H100s.
+    """GPT-2 small without names needs no more bytes and time than a decoder of `mp.models` of the same size.
 
-    Its twin is the decoder whose attention holds all scores, as GPT-2's does: what is compared is how arrays lie. The
-    decoder's own attention goes block by block and holds less. So does GPT-2 whose layers are made again backward.
+    Both run under `mp.fsdp()` with 64 sequences of 512 tokens in bfloat16 on eight H100s. Both save all attention
+    scores. Blockwise attention, and GPT-2 with rematerialization, need less memory.
     """
     needs("transformers")
     import transformers
@@ -150,7 +150,7 @@ def test_gpt2_costs_no_more_than_the_annotated_decoder(pod):
         return zoo.cross_entropy(logits.astype(jnp.float32), batch["targets"]), {}
 
     def found(model, loss_fn, rules) -> np.ndarray:
-        """Bytes a device sends, bytes it holds, seconds of a step."""
+        """Return the bytes that a device sends, its peak bytes, and the step time."""
         mesh = mp.MeshSpec(fsdp=8).abstract(devices=8)
         state = abstract_state(model, optax.adamw(1e-3), mesh=mesh, strategy=mp.fsdp() | rules)
         step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
@@ -160,7 +160,7 @@ def test_gpt2_costs_no_more_than_the_annotated_decoder(pod):
         sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
         return np.array((sent, report.memory.peak_bytes, report.timeline.step_s))
 
-    # As many parameters in a layer: three matrices of 2,048 in its MLP instead of two of 3,072.
+    # Equal parameters per layer: the MLP has three matrices of width 2,048 instead of two of 3,072.
     annotated = TransformerConfig(
         vocab_size=50_256, num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2048,
         tied_embeddings=True,

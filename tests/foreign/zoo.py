@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, a few numbers wide, each with the loss and the batches that it is trained by."""
+"""Small models of other packages, with losses and batches."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ PIXELS = np.zeros((ROWS, 3, 16, 16), np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and what it is trained on."""
+    """A model with its loss and batches."""
 
     model: mp.Model
     loss: Callable[..., Any]
-    """(model, batch) -> a scalar."""
+    """(model, batch) -> scalar."""
     batch: Callable[[np.random.Generator], Any]
     paths: dict[str, Any]
-    """How a user splits the work of its layers over `tensor`, by path."""
+    """Rules by path that shard layers over `tensor`."""
     rules: mp.Rules = dataclasses.field(default_factory=mp.Rules)
-    """For names of the model's own; every strategy is joined with them."""
+    """Rules for logical names of the model. They are added to each strategy."""
     costly: str = "nothing"
-    """Pattern of modules whose activations cannot stay where they are, so that `explain` rightly says so."""
+    """Pattern of modules whose activations must be resharded, which `explain` correctly reports."""
 
 
 def tokens(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Next tokens."""
+    """Return the loss of next tokens."""
     drawn = rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32)
     return {"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}
 
 
 def images(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Channels first, as transformers' processors give them."""
+    """Return images with channels first, as processors of transformers do."""
     pixels = rng.normal(size=PIXELS.shape).astype(np.float32)
     return {"inputs": pixels, "targets": rng.integers(0, LABELS, ROWS, dtype=np.int32)}
 
@@ -56,7 +56,7 @@ def causal_mask(rows: int) -> jax.Array:
 
 
 def language_model(module: Any, args: str, paths: dict[str, Any]) -> Case:
-    """A Linen module of transformers that is called with token ids and other arrays of their shape, by name."""
+    """Return the Linen module of a transformers model, called with token ids and further arrays by keyword."""
 
     def inputs(ids):
         places = jnp.broadcast_to(PLACES[:1], ids.shape)
@@ -80,7 +80,7 @@ def gpt2() -> Case:
         attn_pdrop=0.0,
     )  # fmt: skip
     module = transformers.FlaxGPT2LMHeadModel(config, _do_init=False).module
-    # Its `Conv1D` keeps (out, in).
+    # Kernels of `Conv1D` have the shape (out, in).
     paths = {r".*/(c_attn|c_fc)/kernel": ("tensor", "fsdp"), r".*/h/.*/c_proj/kernel": ("fsdp", "tensor")}
     return language_model(module, "ids ones places", paths)
 
@@ -110,7 +110,7 @@ def vit() -> Case:
         patch_size=4, num_labels=LABELS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     module = transformers.FlaxViTForImageClassification(config, _do_init=False).module
-    # The module itself takes channels last.
+    # The module expects channels last.
     return Case(
         mp.from_linen(module, PIXELS.transpose(0, 2, 3, 1)),
         lambda model, batch: cross_entropy(model(batch["inputs"].transpose(0, 2, 3, 1)).logits, batch["targets"]),
@@ -199,7 +199,7 @@ def nano_moe() -> Case:
         return cross_entropy(logits, batch["targets"]) + 0.01 * aux
 
     paths = {r".*/expert_\d/Dense_0/kernel": ("fsdp", "tensor"), r".*/expert_\d/Dense_1/kernel": ("tensor", "fsdp")}
-    # It picks its experts' outputs by three arrays of indices at once: XLA cannot see that rows stay where they are.
+    # It indexes the outputs of experts with three arrays, so XLA cannot derive that examples are not moved.
     return Case(mp.from_linen(NanoMoE(config), IDS), loss, tokens, paths, costly=r".*/MoELayer_.*|.*/NanoMoE")
 
 
@@ -233,7 +233,7 @@ NAMES = mp.Rules(
         ".*norm.*": mp.replicated,
     }
 )
-"""For tunix, whose own names are axes of its mesh, `fsdp` and `tp`."""
+"""Rules for tunix, whose logical names are its mesh axes `fsdp` and `tp`."""
 SPLIT = {
     ".*/[qkv]_proj/w": ("fsdp", "tensor"),
     ".*/o_proj/w": ("tensor", None, "fsdp"),
@@ -269,7 +269,7 @@ def mamba2() -> Case:
 
 
 def graph() -> Case:
-    """A row is a graph."""
+    """Each example is a graph."""
     from jraphx.nn.models import GCN
 
     def batch(rng):
@@ -313,7 +313,7 @@ def equinox() -> Case:
             x = x + self.attention(x, x, x, mask=jnp.tril(jnp.ones((SEQ, SEQ), bool)))
             return jax.vmap(lambda x: self.mlp(self.norm(x)))(x)
 
-    # What is no array is made once, outside.
+    # Values that are not arrays are created once, outside of the function.
     static = eqx.partition(
         eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: isinstance(x, jax.ShapeDtypeStruct)
     )[1]

@@ -1,11 +1,10 @@
-"""Ten layouts of each of some small models on eight host devices, told and timed: `python -m tests.measure.ranks`.
+"""Estimated and measured step times of ten layouts of small models: `python -m tests.measure.ranks`.
 
-Wants an idle machine: the devices share its cores, and layouts differ by less than other work on them. So steps are
-timed in processor seconds, too, which other work moves less: on cores that all devices keep busy a step takes these
-over their number. The planner goes by a profile measured just before: links along a mesh axis (`meshpar bench
-collectives`), products by size, and kernels that transpose an activation, all devices at once. Prints
-told and measured step times and Kendall's τ of the two orders, by both clocks, beside that of the orders that every
-other round has: more than these agree with each other no estimate can agree with them.
+The eight host devices share the cores of the machine, which should be idle. Steps are also timed in processor seconds,
+which other processes affect less: if all cores are busy, a step takes the processor seconds divided by the number of
+cores. The planner uses a profile that is measured first: links along a mesh axis (`meshpar bench collectives`), matmuls
+by size, and transposes of activations. The script prints estimated and measured step times and Kendall's τ between
+their orders, for both clocks. The τ between even and odd rounds is an upper bound for any estimate.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from meshpar.sharding.printing import table
 
 DEVICES = 8
 Cut = tuple[str, str, str | None, int]
-"""Mesh, strategy, recomputation, micro-steps."""
+"""Mesh, strategy, remat and number of micro-steps."""
 LAYOUTS: tuple[Cut, ...] = (
     ("data=8", "ddp()", None, 1),
     ("fsdp=8", "zero1()", None, 1),
@@ -73,7 +72,7 @@ OF_EXPERTS: tuple[Cut, ...] = (
 
 
 class Subject(NamedTuple):
-    """A model, a batch, and layouts of them."""
+    """Model, batch and layouts."""
 
     config: TransformerConfig
     rows: int
@@ -99,32 +98,33 @@ SUBJECTS: Mapping[str, Subject] = {
         _decoder(4, 160, 240, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=240)), 32, 72, OF_EXPERTS
     ),
 }  # fmt: skip
-"""No width is a power of two. Rows of 4 kB fall into the same few lines of a core's cache, and the kernels that
-transpose such activations (256 x 1024) took 0.69 s of one program and 4.5 s of another that differed in how the
-optimizer's state lies: which of the two depends on where buffers happen to lie, so no estimate can tell. The planner's
-constants of shared cores were rounded from a model of 4 layers as wide as 256; none was from these."""
+"""Models whose widths are not powers of two.
+
+Rows of 4 kB map to the same few cache lines. Transposes of such activations (256 x 1024) took 0.69 s in one program and
+4.5 s in another, depending on the addresses of buffers, which no estimate can predict. The planner's constants for
+shared cores come from a model with 4 layers of width 256, not from these models."""
 FLOAT32 = mp.Precision()
 FLOAT32_BYTES = 4
 WHAT = "products and activations measured on all host devices at once"
 OF_LINKS: dict[str, Any] = {"min_bytes": 4e4, "max_bytes": 4e6, "repeats": 3}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""As glibc's malloc.h numbers them."""
+"""Numbers of options in malloc.h of glibc."""
 CUTS = slice(None), slice(0, None, 2), slice(1, None, 2)
-"""All rounds, and every other one."""
+"""All rounds, even rounds and odd rounds."""
 
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shared_s(run: Callable[[], object]) -> float:
-    """What a call takes of cores that all devices keep busy: its processor seconds over their number."""
+    """Return the processor seconds of a call divided by the number of cores."""
     before = time.process_time()
     run()
     return (time.process_time() - before) / CORES
 
 
 def turn_s(turn: Callable[[jax.Array, jax.Array], jax.Array], n: int, *, repeats: int = 5) -> float:
-    """What a turn of n × n matrices takes, each of what the one before made, where all devices take theirs at once."""
+    """Return the time of a chain of n × n matmuls that runs on all devices at the same time."""
     mesh, rows = mp.MeshSpec(data=DEVICES).build(jax.devices()[:DEVICES]), P("data")
 
     def turns(x: jax.Array, times: jax.Array) -> jax.Array:
@@ -143,12 +143,12 @@ def turn_s(turn: Callable[[jax.Array, jax.Array], jax.Array], n: int, *, repeats
 
 
 def profile() -> Cluster:
-    """The host devices as a cluster: what was measured of links, products and other kernels."""
+    """Return the host devices as a cluster, with measured links, matmuls and other kernels."""
     with mock.patch.object(kernels, "seconds_of", shared_s):
         links = kernels.collectives("data=8", names=("all_reduce", "all_gather"), algorithms=("ring",), **OF_LINKS)
     fit = links.fit("data", "axes")
     each = {n: cost.matmul_flops(n, n, n) / turn_s(jax.numpy.matmul, n) for n in gpu.SMALL}
-    # Between products kernels transpose what they make: two arrays read, one written.
+    # Kernels between matmuls transpose activations: they read two arrays and write one.
     moved = 3 * FLOAT32_BYTES * gpu.SMALL[-1] ** 2 / turn_s(lambda y, x: (jax.nn.silu(y) * x).T, gpu.SMALL[-1])
     usual = cluster_of(gpu_by_name("h100"), nodes=1, gpus_per_node=DEVICES)
     device = dataclasses.replace(
@@ -159,10 +159,12 @@ def profile() -> Cluster:
 
 
 def keep_memory() -> None:
-    """Have the allocator keep what it was given: glibc's returns large arrays to the system at once, and what lies in
-    other heaps than the first even then, which clears their pages anew in every step (58,000 page faults in one of
-    `ddp`, a tenth of its time); a device has its memory for good. To be called before XLA's threads start."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    """Configure glibc's allocator to keep freed memory. Call it before XLA's threads start.
+
+    By default, glibc returns large arrays to the system, so each step clears their pages again (58,000 page faults in a
+    step of `ddp`, 10% of its time).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_ARENA_MAX, 1)
         for setting in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
@@ -177,7 +179,7 @@ def layouts(chosen: Sequence[Cut] = LAYOUTS) -> list[Layout]:
 
 
 def told(cluster: Cluster, subject: Subject) -> list[TimeEstimate]:
-    """Step times by the planner."""
+    """Return the step times that the planner estimates."""
     batch = {name: jax.ShapeDtypeStruct((subject.rows, subject.length), np.int32) for name in ("inputs", "targets")}
     work = describe(subject.config.build(), batch, next_token_loss, tx=optax.adamw(1e-3), precision=FLOAT32)
     search = Search(work, cluster)
@@ -185,11 +187,11 @@ def told(cluster: Cluster, subject: Subject) -> list[TimeEstimate]:
 
 
 class Took(NamedTuple):
-    """Seconds of one step."""
+    """Times of a step in seconds."""
 
     wall_s: float
     processor_s: float
-    """Of all threads of the process."""
+    """Processor seconds of all threads."""
 
 
 def measured(subject: Subject, *, repeats: int) -> list[list[Took]]:
@@ -223,7 +225,7 @@ def _stepper(step: mp.TrainStep, state: mp.TrainState, batch: dict[str, np.ndarr
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
-    """τ: pairs in the same order less those in the other, of all."""
+    """Return Kendall's τ: concordant minus discordant pairs, divided by all pairs."""
     pairs = list(itertools.combinations(range(len(first)), 2))
     return float(sum(np.sign((first[a] - first[b]) * (second[a] - second[b])) for a, b in pairs)) / len(pairs)
 

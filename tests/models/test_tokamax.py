@@ -1,4 +1,4 @@
-"""attention="tokamax": the plain form's values and gradients, under every strategy, and its kernels in GPU programs."""
+"""Values and gradients of attention="tokamax" under each strategy, and its kernels in GPU programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIVEN = {"alone": {}, "window": {"window": 5}, "cap": {"cap": 3.0}, "both": {"wi
 
 @pytest.fixture
 def real(monkeypatch):
-    """The package itself, whose memory-linear form for any machine stands in for its kernels, which want a GPU."""
+    """Use the real package with its memory-linear implementation for CPUs instead of its GPU kernels."""
     reason = "asks the package itself, of Python 3.12 or newer: pip install tokamax"
     monkeypatch.setattr(flash, "KERNELS", ("xla_chunked",))
     return pytest.importorskip("tokamax", reason=reason)
@@ -36,7 +36,7 @@ def real(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A package that keeps tokamax's word and no more: its arithmetic follows nothing that varies over a mesh."""
+    """Use a substitute with the interface of tokamax, whose arithmetic does not track values that vary over a mesh."""
     module = types.ModuleType("tokamax")
     module.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
     module.given = set()
@@ -65,7 +65,7 @@ def fake(monkeypatch):
     cases(("both", True, 16), ("alone", False, 8), grid=itertools.product(GIVEN, (False, True), (8, 16))),
 )
 def test_with_the_real_tokamax_values_and_gradients_are_the_plain_form_s(real, given, is_packed, width):
-    """Two query heads a key head; values as wide as keys and half of it. Float32, sums in another order."""
+    """There are two query heads per key head. Values have the width of keys or half of it."""
     rng, found = np.random.default_rng(0), {}
     draw = lambda heads, width: jnp.asarray(rng.normal(size=(2, 33, heads, width)), jnp.float32)  # noqa: E731
     q, k, v, cotangent = draw(4, 16), draw(2, 16), draw(2, width), draw(4, width)
@@ -105,7 +105,7 @@ def test_the_real_tokamax_refuses_where_it_has_no_kernel(real, monkeypatch):
 
 
 def test_its_kernels_are_counted():
-    """Two products forward; three for queries, four for keys and values: by operands and results."""
+    """Two matmuls in the forward kernel, three in the kernel for queries, four in that for keys and values."""
     program = """HloModule step
 
 ENTRY %main (q: bf16[64,8,16], k: bf16[64,2,16], m: f32[8,64]) -> bf16[64,8,16] {
@@ -127,7 +127,7 @@ ENTRY %main (q: bf16[64,8,16], k: bf16[64,2,16], m: f32[8,64]) -> bf16[64,8,16] 
     ("remat", "is_packed", "calls"), [("minimal", False, 6), pytest.param("full", True, 8, marks=pytest.mark.matrix)]
 )
 def test_a_step_explained_holds_the_kernels(pod, remat, is_packed, calls):
-    """Of two layers: one kernel forward, two backward; with remat full the first again."""
+    """Each of two layers has one forward and two backward kernels. With remat="full" the first runs twice."""
     pytest.importorskip("tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax")
     cfg = TransformerConfig(
         vocab_size=256, num_layers=2, embed_dim=512, num_heads=8, num_kv_heads=2, head_dim=64, mlp_dim=512,

@@ -114,7 +114,7 @@ def test_memory_estimate_matches_compiled_argument_bytes(strategy, mesh, optimiz
     ("ddp()", {"data": 8}, 1, 8),
 ])  # fmt: skip
 def test_muon_estimate_counts_its_messages_and_matmuls(strategy, mesh, ranks, replicas):
-    """Of 8 matrices of 64 x 128 each rank owns one: the closed form's bytes, and five iterations' products."""
+    """Compare bytes and matmul FLOPs (five iterations) of 8 matrices of 64 x 128 with the closed form."""
     model = mp.from_functions(
         lambda key: {"w": jax.random.normal(key, (8, 64, 128))}, lambda params, x: x @ params["w"].sum(0),
         names={"w": ("layers", "embed", "mlp")},
@@ -169,7 +169,7 @@ def estimated(case):
 
 
 QUICK = [at for at, one in enumerate(COMPILED) if one["recipe"] == "llama3_8b" and "model." not in str(one["fields"])]
-"""Of one model, which is described once."""
+"""Cases of a single model, which is traced once."""
 
 
 def is_moe_pipeline(case):
@@ -179,13 +179,13 @@ def is_moe_pipeline(case):
 def check(case):
     held, time = estimated(case)
     assert held.state_bytes + held.batch_bytes == case["argument_bytes"]
-    # At most 20% too low: a layout that does not fit must not be planned. The estimates also cover jax 0.10, whose
-    # programs with context parallelism need up to 28% more memory than those of jax 0.12.
+    # An estimate that is too low plans a layout that does not fit, so the limit is 20%. The estimates also cover jax
+    # 0.10, whose programs with context parallelism need up to 28% more memory than with jax 0.12.
     assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.3
-    # The small matmuls of experts in the ticks of a pipeline are limited by memory traffic, which is not modelled.
+    # Memory traffic limits the small matmuls of experts in pipeline ticks, which the estimate does not model.
     tolerance = SEARCH.time_error if is_moe_pipeline(case) else 0.1
     assert time.step_s == pytest.approx(case["step_s"], rel=tolerance)
-    # In the program, products that their bytes bound count as memory.
+    # In the simulation, matmuls that are limited by memory traffic count as memory time.
     assert time.compute_s == pytest.approx(case["compute_s"], rel=0.1)
     return held, time
 
@@ -197,7 +197,7 @@ def test_estimates_match_compiled_memory_and_step_time(at):
 
 
 def off_axes(case):
-    """Mesh axes of a hundredth of the bytes or more, and by how much the estimate of each is off."""
+    """Return the relative error of the bytes of each mesh axis with at least 1% of all bytes."""
     _, time = estimated(case)
     least = sum(case["sent_bytes"].values()) / 100
     return {axes: time.sent_bytes.get(axes, 0) / sent - 1 for axes, sent in case["sent_bytes"].items() if sent >= least}
@@ -205,7 +205,7 @@ def off_axes(case):
 
 @pytest.mark.pod  # tracing requires cuDNN
 def test_attention_and_fp8_casts_are_timed_separately():
-    """By hand, of one row on one GPU: attention at its rates, five products backward for two forward."""
+    """Attention of one example on one GPU has its own rates, and 2.5 times the FLOPs in the backward pass."""
     gpu = parse_cluster("h100:1x1").gpu
     config = dataclasses.replace(CONFIG, num_layers=2, head_dim=64, attention="cudnn")
     times = {}
@@ -219,7 +219,7 @@ def test_attention_and_fp8_casts_are_timed_separately():
         outside = work.flops[None] * (1 - work.narrow_share[None] / 2) - 3 * forward
         expected = outside / 0.65 / gpu.bf16_flops_per_s + forward / 529e12 + 2.5 * forward / 518e12
         assert times[matmul].compute_s == pytest.approx(expected)
-    # A layer narrows what its seven products take in and the gradients of what they give.
+    # A layer casts the inputs of its seven matmuls and the gradients of their outputs.
     embed, heads, kv, mlp = config.embed_dim, 64 * config.num_heads, 64 * config.num_kv_heads, config.mlp_dim
     elements = 2 * 128 * (5 * embed + heads + mlp + heads + 2 * kv + 2 * embed + 2 * mlp)
     more = times["fp8"].memory_s - times[None].memory_s
@@ -229,10 +229,10 @@ def test_attention_and_fp8_casts_are_timed_separately():
 @pytest.mark.pod  # tracing requires cuDNN
 @pytest.mark.parametrize("at", [0, 5, 8, 14, 24])
 def test_sent_bytes_per_axis_match_compiled_programs(at):
-    """Weights over fsdp, activations over tensor, rows of tokens, with prefetch and without."""
+    """The cases send weights over fsdp and activations over tensor, with and without prefetch."""
     off = off_axes(COMPILED[at])
     assert off
-    # What stages hand on lies as XLA chose.
+    # XLA chooses the sharding of the activations between stages.
     assert all(abs(error) <= 0.02 for axes, error in off.items() if axes != "stage"), off
 
 
@@ -295,7 +295,7 @@ def test_table_of_compiled_cases_is_up_to_date():
 
 @pytest.mark.matrix
 def test_vocabulary_chunks_recompute_logits_and_keep_one_chunk():
-    """By hand: vocab 80 in chunks of 20, a width of 256, 64 tokens a row, 2 rows on a device."""
+    """The model has 80 vocabulary entries in chunks of 20, a width of 256, and 2 local examples of 64 tokens."""
     found, layout = {}, Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
     for chunk in (None, 20):
         work = workload(dataclasses.replace(CONFIG, vocab_chunk=chunk), 16, 64)
@@ -311,7 +311,7 @@ def test_vocabulary_chunks_recompute_logits_and_keep_one_chunk():
 
 @pytest.mark.matrix
 def test_node_first_sends_each_token_once_per_node():
-    """By hand, of 64 rows of 64 tokens on two nodes of four: two choices on two of two nodes at the most."""
+    """A batch of 64 examples with 64 tokens runs on two nodes, and each token has two experts."""
     moe = dataclasses.replace(MOE.moe, implementation="node-first")
     sent, layers = {}, CONFIG.num_layers
     for name in ("auto", "node-first"):
@@ -336,7 +336,7 @@ def test_node_first_sends_each_token_once_per_node():
 
 @pytest.mark.matrix
 def test_quantized_tokens_take_one_byte_and_block_scales():
-    """By hand: out in fp8, back and in the backward pass in bfloat16; of a layer that is computed again twice."""
+    """Only the dispatch is in fp8. With remat="full" it runs twice."""
     sent, width = {}, CONFIG.embed_dim
     for payload in (None, Payload(dispatch="fp8", block=64)):
         work = workload(dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, payload=payload)), 16, 64)
@@ -344,20 +344,20 @@ def test_quantized_tokens_take_one_byte_and_block_scales():
         layout = Layout(mesh=mp.MeshSpec(data=2, expert=4), strategy=strategy, remat="full")
         found = Search(work, parse_cluster("h100:1x8")).estimate(layout)
         sent[payload] = found.time.sent_bytes["expert"]
-    rows = 2 * 64 * 2 * 2 * CONFIG.num_layers  # of a device, each to two experts, forward twice
+    rows = 2 * 64 * 2 * 2 * CONFIG.num_layers  # local tokens, two experts, two forward passes
     assert sent[None] - sent[payload] == pytest.approx(3 / 4 * rows * (2 * width - (width + 4 * width // 64)))
 
 
 @pytest.mark.matrix
 def test_interleaved_slices_send_more_only_for_gradients(small):
-    """Gradients of every slice are reduced by themselves, unless layers sum them first: with weights gathered ahead."""
+    """Each slice reduces its gradients, unless prefetching layers sum the gradients of the slices first."""
     for strategy, times in (("fsdp(min_bytes=0)", 2), ("fsdp(min_bytes=0, prefetch=1)", 1)):
         strategy = mp.parallel.parse_strategy(f"{strategy} | tensor_parallel()")
         cut = [Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=strategy, interleave=slices) for slices in (1, 2)]
         search = Search(small, parse_cluster("h100:1x8"))
         whole, sliced = (search.estimate(layout) for layout in cut)
         assert sliced.memory.state_bytes == whole.memory.state_bytes
-        assert sliced.memory.peak_bytes >= whole.memory.peak_bytes  # gradients of several slices stand side by side
+        assert sliced.memory.peak_bytes >= whole.memory.peak_bytes  # gradients of several slices are in memory
         assert sliced.time.sent_bytes["tensor"] == pytest.approx(whole.time.sent_bytes["tensor"])
         stacked = sum(leaf.size for leaf in small.leaves if leaf.num_layers > 1 and leaf.layer_ndim > 1) / 2
         more = sliced.time.sent_bytes["fsdp"] - whole.time.sent_bytes["fsdp"]
@@ -379,7 +379,7 @@ def test_host_devices_overlap_nothing_and_have_no_bubble(small, tmp_path):
         time = Search(small, cluster).estimate(layout).time
         assert time.exposed_s == time.network_s
         assert time.bubble_s == 0 < sum(time.network_s.values())
-    # What XLA for CPUs moves besides is less where layers are computed again.
+    # The additional memory traffic of XLA:CPU is smaller with rematerialization.
     pod, layout = parse_cluster("h100:1x8"), Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
     more = []
     for remat in (None, "full"):
@@ -391,7 +391,7 @@ def test_host_devices_overlap_nothing_and_have_no_bubble(small, tmp_path):
 
 @pytest.mark.matrix
 def test_host_devices_reduce_input_gradients_per_matmul(small):
-    """XLA for GPUs sums them first: five products of a layer and the head's, against two; and in bfloat16."""
+    """XLA for GPUs reduces sums of input gradients, two per layer. XLA:CPU reduces five per layer, in float32."""
     layout = Layout(mesh=mp.MeshSpec(tensor=4), strategy=mp.tensor_parallel())
     host = dataclasses.replace(parse_cluster("h100:1x4"), is_shared=True)
     there, here = (Search(small, one).estimate(layout).time for one in (parse_cluster("h100:1x4"), host))
@@ -408,7 +408,7 @@ OF_STAGES = {
     ),
     "fsdp() | pipeline_parallel(stages=2, microbatches=8)": (4, {"stage": 2, "fsdp": 4}, "full", 86_999_077),
 }  # fmt: skip
-"""Layers, mesh, remat, and the peak of the program compiled for H100 (jax 0.10.2)."""
+"""Layers, mesh, remat, and the peak bytes of the program compiled for H100 (jax 0.10.2)."""
 
 
 @pytest.mark.parametrize("strategy", OF_STAGES)
@@ -422,7 +422,7 @@ def test_stage_memory_includes_deferred_expert_gradients(strategy):
 
 
 def test_backward_memory_counts_tensor_sums_and_split_matmuls(small, monkeypatch):
-    """By hand: 16 rows of 64 tokens of width 256 in bfloat16, weights of 256 x 512."""
+    """The batch has 16 examples of 64 tokens with width 256 in bfloat16, and weights of 256 x 512."""
     held = {}
     for parts, sums in ((0, 0), (0, 3), (196_608, 3)):
         monkeypatch.setattr(MEMORY, "most_split", parts)
@@ -456,7 +456,7 @@ def with_memory(name, memory_bytes):
 
 
 def exhaustive(search):
-    """Step times of every mesh, strategy, policy and number of micro-steps and of slices that fit."""
+    """Return the step times of all layouts that fit in memory."""
     quickest, work = [], search.workload
     for sizes in search.meshes():
         for strategy in search.strategies(sizes):
@@ -488,7 +488,7 @@ def test_search_matches_enumeration(small):
 
 
 def test_search_interleaves_where_it_is_faster(small):
-    """Messages of tensor ranks wait for each other's layers; those of weights and behind the layers do not."""
+    """Slices help if messages of tensor parallelism are exposed, but not for messages of weights."""
     search = Search(with_rows(small, 4096), parse_cluster("h100:1x8"))
     for strategy, mesh, slices in (
         (mp.fsdp() | mp.tensor_parallel(), {"fsdp": 4, "tensor": 2}, {1, 2}),
@@ -500,16 +500,16 @@ def test_search_interleaves_where_it_is_faster(small):
             found.setdefault((one.layout.remat, one.layout.accumulate), {})[one.layout.interleave] = one.time.step_s
         assert set().union(*found.values()) == slices
         assert all(of.get(2, 0) < of[1] for of in found.values())
-        beaten = search.of(placed, below_s=0.0)  # not where without all messages it were no better
+        beaten = search.of(placed, below_s=0.0)  # no slices if the time without messages is above the limit
         assert {one.layout.interleave for one in beaten} == {1}
-    for rows in (8, 4100):  # one row for each of the pieces, and rows that two slices do not divide
+    for rows in (8, 4100):  # one example per part, and a batch that two slices do not divide
         search = Search(with_rows(small, rows), parse_cluster("h100:1x8"))
         placed = search.placer.place(dict(mp.MeshSpec(fsdp=4, tensor=2)), mp.fsdp() | mp.tensor_parallel())
         assert all(rows % (4 * one.layout.accumulate * one.layout.interleave) == 0 for one in search.of(placed))
 
 
 def test_interleave_overlaps_only_communication_in_layers():
-    """Rows of a large table travel once a step to their tokens; gathers and scatters of weights are as before."""
+    """Lookups in a large sharded table and collectives of weights are not sliced."""
     search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
     layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(prefetch=1))
     placed = search.placer.place(dict(layout.mesh), layout.strategy)
@@ -528,7 +528,7 @@ def test_interleaved_plan_is_traced_with_interleave():
 
 
 def test_model_without_scan_layers_is_not_interleaved():
-    """It neither recomputes nor slices, and may lay its activations out by bare specs."""
+    """Such a model has no remat and no slices, and may constrain activations with a plain PartitionSpec."""
 
     def layer(x, params):
         hidden = jax.lax.with_sharding_constraint(x @ params["up"], jax.sharding.PartitionSpec("data"))
@@ -550,7 +550,7 @@ def test_model_without_scan_layers_is_not_interleaved():
 
 @pytest.mark.matrix
 def test_interleaved_matmuls_use_the_rate_of_their_size(small):
-    """By a profile in which products of half the size run at half the rate; and blocks of experts are of a slice."""
+    """The cluster profile has lower rates for smaller matmuls. Blocks of experts are also per slice."""
     cluster = dataclasses.replace(parse_cluster("h100:1x8"), products={64: 1e13, 8192: 1e15})
     mesh, parts = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()
     whole, sliced = (Layout(mesh=mesh, strategy=parts, interleave=slices) for slices in (1, 2))
@@ -593,7 +593,7 @@ def test_more_gpus_never_need_more_state_or_beat_the_bound(small, strategy, tens
         for count in (ranks, ranks * more)
     ]
     assert states[0] >= states[1]
-    # Gradients of all but the table, whose rows may travel: what a scatter sends of them at the least.
+    # Lower bound: a reduce-scatter of all gradients except the table's, whose rows may be exchanged instead.
     count = min(ranks * more, 16)
     layout = Layout(mesh=mp.MeshSpec(fsdp=count), strategy=mp.fsdp())
     sent = Search(small, parse_cluster(f"h100:{count}x1")).estimate(layout).time.sent_bytes["fsdp"]
@@ -602,7 +602,7 @@ def test_more_gpus_never_need_more_state_or_beat_the_bound(small, strategy, tens
 
 @pytest.mark.matrix
 def test_equal_head_and_group_counts_are_sharded_once():
-    """Arrays of blockwise attention have a dim of groups and one of their heads: here both are of size 4."""
+    """In blockwise attention the dims of groups and of heads per group have the same size, 4."""
     config = dataclasses.replace(CONFIG, num_heads=16, num_kv_heads=4, head_dim=16, attention="blockwise")
     search = Search(workload(config, 8, 64), parse_cluster("h100:1x8"))
     layout = Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=mp.fsdp() | mp.tensor_parallel())
@@ -611,7 +611,7 @@ def test_equal_head_and_group_counts_are_sharded_once():
 
 @pytest.fixture
 def forgotten():
-    """Parts are found by being defined: those of a test are forgotten with it, that no other test's search has them."""
+    """Remove the parallelisms that a test defines, because a search finds all subclasses of `Parallelism`."""
     known = {*kinds(shards_state=True), *kinds(shards_state=False)}
     yield
     for cached in (rules_key, _strategy):
@@ -622,8 +622,10 @@ def forgotten():
 
 @pytest.mark.usefixtures("forgotten")
 def test_custom_parallelism_takes_part_in_the_search(small):
-    """A new parallelism on an axis of its own, of which no line of the planner knows: it is the plan where it says that
-    it sends nothing, is not where it says that it sends much, and is looked at wherever its rules let it be."""
+    """A parallelism with a new mesh axis is chosen if it sends nothing and not chosen if it sends a lot.
+
+    The search considers all sizes of its axis. The planner does not know the class.
+    """
 
     @dataclasses.dataclass(frozen=True, repr=False)
     class Rows(Tensor):
@@ -772,7 +774,7 @@ def test_plan_accepts_scalars_in_the_batch(plans):
 
 @pytest.mark.matrix
 def test_plan_reports_model_warnings_as_advice(recwarn):
-    """Node-first over one axis of experts, as plans split them, is one level."""
+    """Plans shard experts over one axis, for which node-first has a single level."""
     experts = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=2048, implementation="node-first")
     config = dataclasses.replace(CONFIG, num_layers=2, moe=experts, mlp_dim=2048)
     cluster = with_memory("h100:2x4", 2e9)
@@ -816,11 +818,11 @@ def test_plan_errors_suggest_a_cluster_that_fits():
     with raises("does-not-fit") as error:
         mp.plan(CONFIG, tokens(16, 64), "h100:1x7")
     assert "a batch of 14 or 21, or 4 of the 7 GPUs" in error.value.fix
-    assert mp.plan(CONFIG, tokens(14, 64), "h100:1x7").plans  # as the error says
+    assert mp.plan(CONFIG, tokens(14, 64), "h100:1x7").plans  # the fix of the error
 
 
 def test_nearest_fix_counts_all_sharded_memory(small):
-    """Of 10 GB, 1 GB is a layer's: 9 GB by 2 GB a GPU are so many times the node."""
+    """A GPU has 3 GB. The layer needs 1 GB and is not sharded further, so 9 GB per node are sharded over 2 GB each."""
     search, nothing = Search(small, with_memory("h100:1x8", 3e9), fill=1.0), {"head_bytes": 0, "batch_bytes": 0}
     parts = {"state_bytes": 6, "gradients_bytes": 2, "copies_bytes": 1, "kept_bytes": 0, "layer_bytes": 1}
     held = memory.MemoryEstimate(**nothing, **{part: size * 10**9 for part, size in parts.items()})
@@ -829,7 +831,7 @@ def test_nearest_fix_counts_all_sharded_memory(small):
 
 
 GUIDE = {
-    # of all that DDP holds, the share that fits a GPU; of which cluster; what begins and what is added
+    # memory of a GPU as a fraction of the DDP state, cluster, and changes of the link between nodes
     "ddp()": (1.0, "h100:2x8", {}),
     "zero1()": (0.99, "h100:2x8", {}),
     "fsdp()": (0.4, "h100:1x8", {}),
@@ -843,7 +845,7 @@ GUIDE = {
 
 @pytest.mark.parametrize("said", GUIDE)
 def test_advice_has_exactly_the_matching_branch(small, said):
-    """FACTS 7: what fits one device, one group of nodes, one layer, and which links keep up."""
+    """The advice depends on memory of a device and a node, and on the speed of links."""
 
     def lines(share, name, link):
         cluster = parse_cluster(name)
@@ -887,13 +889,12 @@ FEW_EXPERTS = dataclasses.replace(MOE, num_layers=2)
 TIGHT = (
     (CONFIG, (64, 64), "h100:2x8", 40e6, 2),
     (CONFIG, (64, 64), "h100:4x2", 60e6, 2),
-    (CONFIG, (2, 512), "h100:1x8", 60e6, 1),  # rows are cut, by context_parallel() too
+    (CONFIG, (2, 512), "h100:1x8", 60e6, 1),  # context_parallel() shards examples, too
     (FEW_EXPERTS, (64, 64), "h100:1x8", 30e6, 1),
     (FEW_EXPERTS, (64, 64), "h100:1x8", 70e6, 1),
     (FEW_EXPERTS, (64, 64), "h100:1x8", 22e6, 1),
 )
-"""A model, rows and their length, a cluster, what one of its GPUs holds: less than DDP takes; and how many plans of it
-are compiled."""
+"""Model, batch shape, cluster, memory of a GPU (less than DDP needs), and the number of plans to compile."""
 
 
 @pytest.mark.pod
@@ -924,7 +925,7 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert (code, error) == (0, "")
     (best,), (run,) = json.loads(out)["plans"], json.loads(out)["runs"]
     assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
-    found = with_plan(load_recipe(recipe).override("step.interleave=2"), file)  # the plan is of whole rows
+    found = with_plan(load_recipe(recipe).override("step.interleave=2"), file)  # the plan has no slices
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.step.remat, found.step.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
@@ -979,7 +980,7 @@ assert int(status.partition("VmHWM:")[2].split()[0]) < 500_000, status
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not report the memory of a process")
 def test_plan_for_4096_gpus_starts_no_backend(child_env):
     """JAX loads its plugins (300 MB with CUDA) when the first device is used."""
     done = subprocess.run([sys.executable, "-c", PLANS], env=child_env, capture_output=True, text=True)
@@ -994,7 +995,7 @@ RECIPES = (
     ("llama3_405b", "h100:512x8"),
     ("mixtral_8x7b", "h100:8x8"),
 )
-"""Not DeepSeek-V3's: it needs memory that XLA gives it by an option, which the planner does not know."""
+"""Recipes except DeepSeek-V3, which needs an XLA option for memory that the planner does not model."""
 
 
 @pytest.mark.pod  # tracing requires cuDNN
@@ -1016,7 +1017,7 @@ def test_recipes_use_a_layout_close_to_the_best(name, cluster):
     assert taken.memory.peak_bytes <= search.limit_bytes
     if name == "llama3_8b":
         assert taken.layout == best.layout
-    # Estimates are within a tenth of compiled programs: layouts that are nearer to each other are as good.
+    # Estimates are within 10% of compiled programs, so layouts within 10% are equally good.
     assert taken.time.step_s <= 1.1 * best.time.step_s
     # With the same mesh and strategy, no other policy or number of micro-steps is faster.
     others = itertools.product(work.policies, (1, 2, 4, 8))
