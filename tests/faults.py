@@ -345,12 +345,12 @@ def caught(fault: Fault) -> tuple[bool, str]:
             cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False,
         )  # fmt: skip
     last = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    # 1 is pytest's code for failed tests; a collection that breaks, or no test at all, catches nothing.
+    # 1 is pytest's exit code for failed tests. Errors of the collection, and runs without tests, catch no fault.
     return done.returncode == 1, (last or done.stdout.splitlines() or [""])[-1]
 
 
 def main(words: list[str]) -> int:
-    """Plant every fault whose name holds one of the words; 1 where one slips through."""
+    """Plant each fault whose name contains a word. Return 1 if the tests do not catch a fault."""
     chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
     missed = 0
     for fault in chosen:

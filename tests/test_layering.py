@@ -1,4 +1,4 @@
-"""Folders import each other in one direction, importing meshpar stays light, and functions stay short."""
+"""Order of imports between folders, cost of `import meshpar`, and length of functions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FOLDERS = (
     "sharding", "schedules", "parallel", "hardware", "data", "collectives", "layers", "pipeline", "moe", "optim",
     "training", "models", "loop", "inspect", "interop", "planner", "bench", "cli",
 )  # fmt: skip
-"""From the bottom to the top. A folder may import from the folders before it."""
+"""Folders from bottom to top. A folder may import from the folders before it."""
 MAX_FUNCTION_LINES = 100
 WITHOUT_FLAX = ("sharding", "parallel", "layers", "optim", "training", "data", "cli.recipe")
 
 
 @cache
 def modules() -> list[str]:
-    """Every module below meshpar, dotted; a package goes by its own name."""
+    """Return the dotted names of all modules, without `meshpar`. A package has the name of its folder."""
     dotted = (path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py"))
     return sorted(name.removesuffix(".__init__") for name in dotted if name != "__init__")
 
@@ -39,7 +39,7 @@ def source_of(module: str) -> ast.Module:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute name) of every import in a file; `from a import b` gives `a.b`."""
+    """Yield line and absolute name of each import in a file; `from a import b` has the name `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -55,7 +55,7 @@ def type_only(tree: ast.Module) -> set[ast.AST]:
 
 
 def referenced(module: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) of every meshpar module that a module imports, also inside functions and by its name."""
+    """Yield line and name of each meshpar module that a module imports, also in functions and by string."""
     tree = source_of(module)
     skipped = type_only(tree)
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The commands, as a person types them: what they print, write, resume and refuse."""
+"""Output, files, resuming and errors of the commands."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 # train ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
+def test_train_runs_and_resumes(meshpar, tmp_path):
     recipe, out = write_recipe(tmp_path), tmp_path / "runs"
     code, text, _ = meshpar("train", recipe, "--out", out)
     assert code == 0
@@ -65,7 +65,7 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
         assert said in text
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == summary["steps_taken"] == 3
-    # 1,2: bits per byte is the held-out loss in other units, and the baseline is about the same tokens.
+    # Bits per byte are the validation loss in other units. The baseline uses the same tokens.
     assert summary["bits_per_byte"] == pytest.approx(summary["validation"]["loss"] / math.log(2))
     assert summary["held_out_tokens"] == 2 * 8 * 16
     assert summary["below_bigram_bits_per_byte"] == pytest.approx(
@@ -168,7 +168,7 @@ def test_programs_are_compared_with_the_fields_of_the_run(train_bodies):
     assert "skipping the comparison with the program of the earlier steps: mesh.data, mesh.fsdp changed" in text
 
 
-def test_a_lost_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
+def test_missing_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
     assert train_bodies()[0] == 0
     (tmp_path / "bodies" / "recipe.json").unlink()
     code, _, error = train_bodies()
@@ -178,7 +178,7 @@ def test_a_lost_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
     assert (tmp_path / "bodies" / "recipe.json").exists()
 
 
-def test_a_run_follows_no_link_with_the_name_of_its_files(meshpar, tmp_path):
+def test_run_does_not_write_through_links(meshpar, tmp_path):
     recipe, run, victim = write_recipe(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "victim"
     victim.write_text('{"step": 0}\n')
     run.mkdir(parents=True)
@@ -191,7 +191,7 @@ def test_a_run_follows_no_link_with_the_name_of_its_files(meshpar, tmp_path):
     assert not list(run.glob("*.new"))
 
 
-def test_a_new_run_is_its_owners_alone(meshpar, tmp_path):
+def test_new_run_folder_is_private(meshpar, tmp_path):
     recipe, umask = write_recipe(tmp_path), os.umask(0o022)
     try:
         args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none", "--steps", 1)
@@ -222,7 +222,7 @@ def test_lost_metrics_exit_with_2_until_they_are_restored(meshpar, tmp_path):
     assert [step for step, _ in losses(metrics.parent)] == [1, 2, 3, 4, 5]
     metrics.unlink()
     with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 5"):
-        code, _, error = meshpar(*args, "--steps", 5)  # nothing is left to train, and nothing to show
+        code, _, error = meshpar(*args, "--steps", 5)  # the run is complete, so there is nothing to profile
     assert (code, "Traceback" in error) == (2, False)
 
 
@@ -230,7 +230,7 @@ def test_lost_metrics_exit_with_2_until_they_are_restored(meshpar, tmp_path):
 def test_repeated_failures_of_saves_stop_the_run(child_env, tmp_path):
     recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "tiny"
     run.mkdir(parents=True)
-    (run / "checkpoints").touch()  # a file where a folder should be: every save fails
+    (run / "checkpoints").touch()  # a file in place of the folder makes each save fail
     fields = ["steps=6", "checkpoint_every=1", "checkpoint_retries=1", "sample=none"]
     command = ["train", str(recipe), *(word for field in fields for word in ("--set", field))]
     python = [sys.executable, "-m", "meshpar.cli.main", *command]
@@ -283,7 +283,7 @@ def test_fresh_renames_the_earlier_run_and_prints_only_json(meshpar, tmp_path):
 
 
 @pytest.mark.matrix
-def test_your_own_text_and_tokenizer(meshpar, tmp_path):
+def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -300,7 +300,7 @@ def test_your_own_text_and_tokenizer(meshpar, tmp_path):
     code, _, _ = meshpar("train", recipe, "--out", tmp_path, "--steps", 1, "--set", "data.valid_batches=1", *own)
     assert code == 0
     written = json.loads((tmp_path / "tiny" / "recipe.json").read_text())
-    assert written["model"]["vocab_size"] == 128  # six words, rounded up to what any mesh divides
+    assert written["model"]["vocab_size"] == 128  # six words, padded to a multiple of 128
     assert written["data"]["files"] == [str(tmp_path / "mine")]
 
     code, _, error = meshpar("train", recipe, "--out", tmp_path, "--name", "x", "--set", "model.vocab_size=2", *own)
@@ -311,7 +311,7 @@ def test_your_own_text_and_tokenizer(meshpar, tmp_path):
 # shard ---------------------------------------------------------------------------------------------------------------
 
 
-def test_shard_as_json(meshpar, tmp_path):
+def test_shard_prints_json(meshpar, tmp_path):
     code, text, _ = meshpar("shard", write_recipe(tmp_path), "--json")
     assert code == 0
     found = json.loads(text)
@@ -328,7 +328,7 @@ def test_shard_as_json(meshpar, tmp_path):
     assert found["totals"]["params_bytes"] == sum(leaf["bytes_per_device"] for leaf in found["leaves"])
 
 
-def test_shard_on_a_mesh_of_thousands_that_is_not_there(meshpar, tmp_path):
+def test_shard_needs_no_devices_of_the_mesh(meshpar, tmp_path):
     recipe = write_recipe(tmp_path)
     wide = ("--set", "model.embed_dim=4096", "--set", "model.mlp_dim=64", "--strategy", "fsdp()")
     code, text, _ = meshpar("shard", recipe, "--mesh", "data=-1,fsdp=1024", "--devices", 4096, "--json", *wide)
@@ -373,7 +373,7 @@ def test_help_imports_nothing_heavy():
         (["shard", "recipes/gpt_stdlib.py", "--mesh", "fsdp=-1"], "--devices 4096"),
     ],
 )
-def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
+def test_errors_are_a_single_paragraph(meshpar, monkeypatch, args, says):
     monkeypatch.chdir(Path(cli.__file__).parents[2])
     code, out, error = meshpar(*args)
     assert code == 2
@@ -382,7 +382,7 @@ def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
     assert "Traceback" not in error
 
 
-def test_traceback_is_shown_when_asked(meshpar, tmp_path):
+def test_traceback_option_prints_the_traceback(meshpar, tmp_path):
     code, _, shown = meshpar("shard", tmp_path / "none.py", "--traceback")
     assert code == 2
     assert "Traceback" in shown
@@ -416,8 +416,8 @@ def test_devices_are_chosen_before_jax_starts(monkeypatch, count, flags, platfor
 
 
 @pytest.mark.matrix
-def test_cuda_plugins_stay_importable_and_say_nothing():
-    """No stand-in is put in their place: what traces cuDNN's attention reads its version from the plugin."""
+def test_cuda_plugins_stay_importable_and_silent():
+    """The plugins are not replaced, because tracing cuDNN attention reads the version from the plugin."""
     code = """
 import importlib, importlib.util, sys
 from meshpar.cli.main import prepare_devices
@@ -436,7 +436,7 @@ print(jax.device_count(), jax.default_backend())
 
 
 @pytest.mark.matrix
-def test_what_xla_says_when_it_ends_the_process_is_shown():
+def test_xla_message_before_an_abort_is_shown():
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_no_such_flag=1"}
     command = [sys.executable, "-m", "meshpar.cli.main", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
@@ -445,6 +445,6 @@ def test_what_xla_says_when_it_ends_the_process_is_shown():
 
 
 @pytest.mark.matrix
-def test_a_command_whose_standard_streams_are_closed_works():
+def test_command_works_with_closed_standard_streams():
     command = 'exec "$0" -m meshpar.cli.main doctor <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0

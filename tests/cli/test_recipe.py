@@ -83,7 +83,7 @@ def small(**given: Any) -> Recipe:
         (" steps = 7 ", "steps", 7),
     ],
 )  # fmt: skip
-def test_text_is_read_by_the_type_of_the_field(assignment, path, value):
+def test_override_reads_text_by_the_type_of_the_field(assignment, path, value):
     found: Any = small().override(assignment)
     for part in path.split("."):
         found = getattr(found, part)
@@ -110,7 +110,7 @@ def test_text_is_read_by_the_type_of_the_field(assignment, path, value):
         ("plain words", Any, "plain words"),
     ],
 )
-def test_other_types(text, hint, value):
+def test_read_converts_other_types(text, hint, value):
     found = read(text, hint, ("field",))
     assert found == value
     assert type(found) is type(value)
@@ -134,7 +134,7 @@ def test_other_types(text, hint, value):
         ("xla.xla_gpu_foo=true", "`step.xla`"),
     ],
 )
-def test_a_wrong_name_lists_similar_names(assignment, suggestion):
+def test_override_of_an_unknown_name_suggests_names(assignment, suggestion):
     with pytest.raises(mp.MeshparError) as error:
         small().override(assignment)
     assert suggestion in error.value.fix
@@ -203,24 +203,24 @@ def test_optimizer_has_averages_of_parameters(make):
     assert jax.eval_shape(tx.init, {"w": jnp.ones((2, 2))}).average["w"].shape == (2, 2)
 
 
-def test_a_mesh_of_explicit_axes_is_kept_by_overrides():
+def test_override_keeps_explicit_axes_of_a_mesh():
     mesh = mp.MeshSpec(data=8, axis_types="explicit")
     assert dataclasses.replace(small(), mesh=mesh).override("mesh.data=4").mesh == mesh.replace(data=4)
 
 
-def test_fields_that_must_fit_each_other_are_set_together():
+def test_override_sets_dependent_fields_together():
     assert small().override("step.accumulate=5", "batch_size=40").batch_size == 40
     assert small().override("model.num_heads=3", "model.num_kv_heads=3").model.num_heads == 3
 
 
-def test_the_last_assignment_wins_and_a_conflict_is_an_error():
+def test_override_uses_the_last_assignment_of_a_field():
     assert small().override("steps=5", "steps=6").steps == 6
     for pair in (("mesh=fsdp=8", "mesh.tensor=2"), ("mesh.tensor=2", "mesh=fsdp=8")):
         with raises("conflict", "override"):
             small().override(*pair)
 
 
-def test_a_foreign_dataclass_with_its_own_checks():
+def test_override_reports_errors_of_user_dataclasses():
     @dataclasses.dataclass(frozen=True)
     class Foreign:
         size: int = 3
@@ -264,7 +264,7 @@ def test_bare_rules_are_a_strategy():
     assert isinstance(recipe.strategy, mp.Strategy)
 
 
-def test_json_of_a_recipe_can_be_read_by_a_person():
+def test_json_of_a_recipe_is_plain_data():
     found = json.loads(json.dumps(small().to_json()))
     assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
     assert found["strategy"] == "fsdp() | tensor_parallel()"
@@ -275,7 +275,7 @@ def test_json_of_a_recipe_can_be_read_by_a_person():
     assert found["optimizer"]["type"] == "AdamW"
 
 
-def test_changes_tell_what_breaks_resuming():
+def test_changes_lists_fields_that_break_resuming():
     before = small().to_json()
     after = small().override("steps=20", "mesh.fsdp=2", "optimizer.lr=0.1", "sample.num_tokens=5").to_json()
     changed = changes(before, after)
@@ -285,7 +285,7 @@ def test_changes_tell_what_breaks_resuming():
     assert not changes(before, before)
 
 
-def test_a_recipe_written_before_a_field_existed_is_the_same_one():
+def test_changes_uses_defaults_for_missing_fields():
     recipe = small()
     now = recipe.to_json()
     before = json.loads(json.dumps(now))
@@ -294,7 +294,7 @@ def test_a_recipe_written_before_a_field_existed_is_the_same_one():
     assert not changes(before, now, defaults_of(recipe))
     other = recipe.override("step.accumulate=2")
     assert changes(before, other.to_json(), defaults_of(other)) == {"step.accumulate": ("(absent)", 2)}
-    # A config that was not there is not one of nothing but defaults.
+    # Defaults do not apply to a config that was None.
     sampled = recipe.override("sample.num_tokens=5")
     assert any(
         path.startswith("sample") for path in changes(now | {"sample": None}, sampled.to_json(), defaults_of(sampled))
@@ -341,7 +341,7 @@ def wrong():
 """
 
 
-def test_a_recipe_file_is_asked_for_the_devices_at_hand(tmp_path):
+def test_load_recipe_passes_the_number_of_devices(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(FILE)
     assert load_recipe(file).mesh["fsdp"] == 4
@@ -357,7 +357,7 @@ def test_a_recipe_file_is_asked_for_the_devices_at_hand(tmp_path):
         ("mien.py", "missing-file", "`mine.py`"),
     ],
 )
-def test_a_wrong_recipe_file_is_an_error(tmp_path, monkeypatch, path, code, word):
+def test_load_recipe_rejects_invalid_files(tmp_path, monkeypatch, path, code, word):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(FILE)
     with raises(code, path.partition(":")[0]) as error:
@@ -368,7 +368,7 @@ def test_a_wrong_recipe_file_is_an_error(tmp_path, monkeypatch, path, code, word
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_rises_and_falls():
+def test_learning_rate_has_warmup_and_decay():
     rate = AdamW(lr=1.0, warmup_steps=4, final_lr=0.1).learning_rate(14)
     assert [float(rate(step)) for step in (0, 1, 3)] == pytest.approx([0.25, 0.5, 1.0])
     assert float(rate(4)) == pytest.approx(1.0)
@@ -383,13 +383,13 @@ def test_schedule_steps_do_not_depend_on_the_run():
     assert float(short(7)) == float(long(7))
 
 
-def test_a_warm_up_must_fit_into_the_schedule():
+def test_warmup_must_be_shorter_than_the_schedule():
     with raises("out-of-range", "AdamW.warmup_steps"):
         AdamW(warmup_steps=5, schedule_steps=5)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_a_run_shorter_than_the_warm_up_begins_as_a_longer_run(schedule):
+def test_run_shorter_than_warmup_starts_like_a_longer_run(schedule):
     optimizer = AdamW(lr=1.0, warmup_steps=50, schedule=schedule)
     with pytest.warns(UserWarning, match="longer than the run of 20 steps; the learning rate reaches 40% of 1"):
         short = optimizer.learning_rate(20)
@@ -399,7 +399,7 @@ def test_a_run_shorter_than_the_warm_up_begins_as_a_longer_run(schedule):
     assert np.isfinite(float(short(60)))
 
 
-def test_weights_are_decayed_and_norms_are_not():
+def test_weight_decay_excludes_norms():
     params = {
         "embed": {"embedding": jnp.ones((4, 2))},
         "layers": {
@@ -430,12 +430,12 @@ def test_gradients_are_clipped_to_the_norm():
         tx = AdamW(**build, clip_norm=clip).build(steps=1, names={})
         return tx.update({"w": jnp.full((2, 2), 50.0)}, tx.init(params), params)[0]["w"]
 
-    # Adam with eps=1 is g / (|g| + 1): 50 gives 50/51, and clipped to a norm of one 0.5 gives 0.5/1.5.
+    # Adam with eps=1 is g / (|g| + 1). It is 50/51 for 50, and 0.5/1.5 after clipping to 0.5.
     np.testing.assert_allclose(update(None), -50 / 51, rtol=1e-5)
     np.testing.assert_allclose(update(1.0), -0.5 / 1.5, rtol=1e-5)
 
 
-def test_any_optax_optimizer_goes():
+def test_optax_accepts_any_optimizer():
     recipe = small(optimizer=Optax(make=lambda steps: optax.sgd(1 / steps)))
     tx = recipe.optimizer.build(steps=4, names={})
     params = {"w": jnp.ones(3)}

@@ -45,7 +45,7 @@ SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
 
 
 def program(body: str, before: str = "", header: str = "is_scheduled=true, num_partitions=8"):
-    """A module whose entry has `x`: a megabyte, `h`: half of one, `a` and `b`: 100 by 100 bf16."""
+    """Return a module with parameters `x` of 1 MB, `h` of 0.5 MB, and `a` and `b` of 100 × 100 in bfloat16."""
     add = "add {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n  ROOT s = f32[] add(l, r)\n}\n"
     shapes = {"x": "f32[250000]", "h": "f32[125000]", "a": "bf16[100,100]", "b": "bf16[100,100]"}
     parameters = [f"{name} = {shape} parameter({at})" for at, (name, shape) in enumerate(shapes.items())]
@@ -90,7 +90,7 @@ def check(found: Timeline):
 
 
 DOT = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-"""It takes 2 ms: 2e6 FLOPs at 1e9 per second."""
+"""A matmul of 2 ms: 2e6 FLOPs at 1e9 per second."""
 UPDATE = "u = (f32[250000], f32[250000]) collective-permute-update(s)"
 TWICE = [line.replace("250000", "500000").replace("(x)", "(y)") for line in (start(), done())]
 HIDING = {
@@ -143,7 +143,7 @@ def test_kernels_last_at_least_a_launch():
 
 
 def test_two_collectives_queue():
-    """The second waits for the stream, so compute in between overlaps with the first."""
+    """The second collective waits for the stream, so compute overlaps with the first."""
     body = [start("s1"), start("s2", "x"), work_(), done("d1", "s1"), f"ROOT {done('d2', 's2')}"]
     found = clock("\n".join(body))
     first, second = found.collectives
@@ -375,7 +375,7 @@ def test_measured_link_of_axis_has_priority():
 
 
 def test_slowest_group_determines_time():
-    """With two groups of four on nodes of five, the second group crosses: one of its devices is in the first node."""
+    """Nodes have five devices and groups have four, so the second group spans both nodes."""
     nodes = dataclasses.replace(SLOW, nodes=2, gpus_per_node=5)
     found = clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=nodes)
     assert found.step_s == pytest.approx(12e6 / 1e8)
