@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -147,16 +148,17 @@ def _saved_steps(run: str, step: int | None = None) -> tuple[Any, list[int]]:
 
     from meshpar.loop.checkpoint import Checkpoints
 
-    path = epath.Path(remote.join(run) if is_url(run) else run)
+    path, where = epath.Path(remote.join(run) if is_url(run) else run), f"run {run[:200]}"
     if is_url(run):
-        remote.filesystem(str(path), f"run {run[:200]}")
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    exists = folder.is_dir()
+        remote.check_url(str(path), where)
+    with remote.accessing(str(path), where, "read its checkpoints") if is_url(run) else contextlib.nullcontext():
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        exists = folder.is_dir()
     steps = Checkpoints(folder).steps() if exists else []
     if not steps or step not in (None, *steps):
         code = "not-found" if exists else "missing-file"
         reason = f"the saved steps are {steps}" if steps else "it has no checkpoints"
         reason = reason if exists else "the folder does not exist"
         fix = "name a saved step of a run, such as runs/NAME"
-        raise problem(f"run {run[:200]}", "read its checkpoints", reason, fix, code=code)
+        raise problem(where, "read its checkpoints", reason, fix, code=code)
     return folder, steps if step is None else [step]

@@ -453,7 +453,9 @@ class Checkpointer(Hook):
             if jax.process_count() > 1 and not isinstance(error, NoRoomError):
                 raise
             # A background save may fail after `save` has returned, so only a new checkpoint resets the count.
-            newest = max(self._checkpoints.steps(), default=-1)
+            newest = self._newest
+            with contextlib.suppress(MeshparError):  # if a bucket is unreachable, its checkpoints cannot be listed
+                newest = max(self._checkpoints.steps(), default=-1)
             self._failures = self._failures + 1 if newest == self._newest else 1
             self._newest = newest
             if self._failures > self._retries:

@@ -35,6 +35,10 @@ UPLOAD_EVERY_S = 15.0
 LEASE_S = 60.0
 """A run in a bucket has ended if it has not renewed its lease for this time."""
 _LEASE = ".lease"
+_NOT_READ = {CHECKPOINTS, _LEASE, "profile", "tensorboard", "wandb"}
+"""Objects and folders of a run that are not downloaded: a resumed run adds new files to the last three."""
+_MAX_UPLOAD_SHARE = 0.1
+"""Maximum fraction of the time that is spent on uploads in the background: metrics.jsonl is uploaded in full."""
 
 
 class RunFolder:
@@ -74,12 +78,12 @@ class RunFolder:
         return self.checkpoints.is_dir() if self.url is None else bool(Checkpoints(self.checkpoints).steps())
 
     def download(self) -> None:
-        """Copy all files except the checkpoints to the local folder."""
+        """Copy the files that a resumed run or a command reads to the local folder."""
         if self.url is None:
             return
         files, root = remote.filesystem(self.url, self._where), self.url.partition("://")[2]
         with remote.accessing(self.url, self._where, "read it"), contextlib.suppress(FileNotFoundError):
-            names = [name for name in files.ls(root, detail=False) if Path(name).name not in (CHECKPOINTS, _LEASE)]
+            names = [name for name in files.ls(root, detail=False) if Path(name).name not in _NOT_READ]
             found = [path for name in names for path in files.find(name)]
             targets = [self.local / path.removeprefix(f"{root}/") for path in found]
             for target in targets:
@@ -150,15 +154,16 @@ class RunFolder:
             files.pipe_file(path, json.dumps({**identity, "count": count}).encode())
 
         def keep() -> None:
-            was_reported = False
+            was_reported, next_upload = False, 0.0
             while not ended.wait(UPLOAD_EVERY_S):
                 try:
                     self._lost = json.loads(files.cat_file(path))["id"] != identity["id"]
                     if self._lost:
                         return  # the next `upload` raises
                     renew()
-                    if self.uploads:
+                    if self.uploads and (began := time.monotonic()) >= next_upload:
                         self.upload()
+                        next_upload = began + (time.monotonic() - began) / _MAX_UPLOAD_SHARE
                     was_reported = False
                 except Exception as error:  # the next upload before a checkpoint raises, if this persists
                     if not was_reported:
@@ -233,18 +238,31 @@ def run_folder(path: str | os.PathLike[str], *, write: bool = False) -> Iterator
     temporary = Path(tempfile.mkdtemp(prefix="meshpar-run-"))
     scratch.add(temporary)  # on Ctrl-C the command may exit without running the `finally` block
     folder = RunFolder(temporary / url.rpartition("/")[2], url)
+    is_kept = False
+
+    def upload_last_changes() -> None:
+        nonlocal is_kept
+        try:
+            folder.upload()
+        except MeshparError as error:
+            is_kept = True
+            error.add_note(f"the files of the run are in {folder.local}")
+            raise
+
     try:
         folder.download()
-        yield folder
+        try:
+            yield folder
+        except BaseException as error:
+            if folder.uploads:
+                try:
+                    upload_last_changes()
+                except MeshparError as upload_error:  # the error that ended the block is more important
+                    error.add_note(" ".join([str(upload_error), *upload_error.__notes__]))
+            raise
         if write:
-            folder.upload()
-    except BaseException as error:
-        if folder.uploads:
-            try:
-                folder.upload()
-            except MeshparError as upload_error:
-                error.add_note(str(upload_error))  # the error that ended the block is more important
-        raise
+            upload_last_changes()
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not is_kept:
+            shutil.rmtree(temporary, ignore_errors=True)
         scratch.discard(temporary)

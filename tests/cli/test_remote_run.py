@@ -44,7 +44,7 @@ def leaves(folder, step: int) -> dict:
 
 
 @pytest.mark.parametrize("store", cases("bucket", grid=["bucket", "gs_bucket"]))
-def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, capsys):
+def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, capsys, meshpar):
     bucket, runs = request.getfixturevalue(store), {}
     for out in (f"{bucket}/runs", tmp_path / "runs"):
         for steps in (4, 6):
@@ -60,6 +60,8 @@ def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, caps
     assert Checkpoints(there / "checkpoints").steps() == Checkpoints(here / "checkpoints").steps() == [4, 6]
     assert losses(there) == losses(here)
     assert leaves(there, 6) == leaves(here, 6)
+    code, out, _ = meshpar("checkpoint", "ls", there, "--json")
+    assert (code, [row["step"] for row in json.loads(out)["rows"]]) == (0, [4, 6])
     with raises("unsupported-feature", "--fresh"):
         train(tiny(steps=6), out=f"{bucket}/runs", devices=jax.devices()[:2], fresh=True)
 

@@ -20,7 +20,9 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import SOURCE_FOLDER, check_source, keep_source_files
+from meshpar.interop.runs import SOURCE_FOLDER, check_source, keep_source_files, like_of, opened
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.run_folder import run_folder
 from meshpar.loop.signals import scratch
 from meshpar.models import TransformerConfig
 from meshpar.sharding.types import check_divides
@@ -82,22 +84,37 @@ def test_indivisible_sizes_suggest_fewer_devices(mesh):
 def test_wrong_or_damaged_source_raises_before_writing(tmp_path):
     source, other = small_folder(tmp_path / "source"), tmp_path / "other"
     shutil.copytree(source, other)
-    run_folder = tmp_path / "run"
-    keep_source_files(source, run_folder)
-    check_source(source, run_folder)
-    check_source(run_folder / SOURCE_FOLDER, run_folder)
+    kept = tmp_path / "run"
+    keep_source_files(source, kept)
+    check_source(source, kept)
+    check_source(kept / SOURCE_FOLDER, kept)
     with raises("conflict", "--from-hf"):
         check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (other / "model.safetensors").write_bytes(content)
     with raises("conflict", "--from-hf"):
-        check_source(other, run_folder)
+        check_source(other, kept)
     (other / "model.safetensors").write_bytes(content[:-8])
     recipe = load_recipe(RECIPE, devices=8).override("sample=none")
     with raises("damaged-file", "model.safetensors"):
         train(recipe, out=tmp_path / "runs", from_hf=other, stream=io.StringIO())
     assert not (tmp_path / "runs").exists()
+
+
+def test_run_in_a_bucket_is_opened_like_its_source(bucket, tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    _, state = read_single(source)
+    with run_folder(f"{bucket}/run", write=True) as folder:
+        keep_source_files(source, folder.local)
+        with Checkpoints(folder.checkpoints) as checkpoints:
+            checkpoints.save(state, wait=True)
+    with run_folder(f"{bucket}/run") as folder:
+        _, again = opened(folder, mesh=mp.MeshSpec(fsdp=2).build(jax.devices()[:2]), strategy=mp.fsdp())
+        assert_same_params(again, state)
+        assert like_of(folder.local) is not None
+    with raises("missing-file"), run_folder(f"{bucket}/none") as folder:
+        opened(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
 
 
 def test_float64_weights_are_rounded_with_a_warning(tmp_path):

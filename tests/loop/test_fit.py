@@ -470,6 +470,24 @@ def test_new_checkpoint_resets_the_count_of_failed_saves():
     assert "the newest checkpoint is step 6" in str(warned[-1].message)
 
 
+def test_unreachable_store_is_a_failed_save():
+    disk, failures = FlakyCheckpoints(), [0, 0]
+
+    def fail():
+        raise MeshparError("checkpoints", "list them", "there is no network", "restore the network")
+
+    def before_save():
+        if failures:
+            failures.pop()
+            fail()
+
+    disk.steps, disk.save = fail, lambda state, **_: disk.saved.append(state.step)
+    with pytest.warns(UserWarning, match="there is no checkpoint yet") as warned:
+        assert run(4, hooks=[Checkpointer(disk, every=1, before_save=before_save)]).reason == "done"
+    assert len(warned) == 2
+    assert disk.saved == [3, 4, 4]
+
+
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
 
