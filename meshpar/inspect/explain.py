@@ -178,7 +178,7 @@ def _explain(
     match = check_collectives(
         setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses
     )
-    findings = [*lint(program, collectives, setup, step.options, cluster), *_other_dtypes(match, step.options)]
+    findings = [*lint(program, collectives, setup, step.options, cluster, times), *_other_dtypes(match, step.options)]
     wide = wide_work(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if wide is not None:
         findings.append(Finding(rule="wide-compute", source=wide.where, what=wide.what, fix=wide.fix, nbytes=0))

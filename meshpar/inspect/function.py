@@ -80,7 +80,7 @@ def explain_function(
             reason=reason,
             cluster=target,
         ),
-        findings=lint(program, collectives, cluster=target),
+        findings=lint(program, collectives, cluster=target, times=times),
         compile_s=program.compile_s,
         fingerprint=fingerprint(lowered, {}),
         notes=program_notes(program, collectives, program.host_temporary_bytes, is_for_pod=is_for_pod),

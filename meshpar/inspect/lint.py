@@ -9,6 +9,7 @@
     loop-invariant          a collective in a loop sends the same data in every iteration        GPU, CPU
     float32-on-the-wire     weights or activations are sent in float32 although compute is 16-bit    GPU
     slow-axis               an axis with communication in every layer crosses nodes              with a cluster
+    small-messages          the latency of small messages is a large part of the step            with a cluster
     idle-axis               no array is sharded over a mesh axis, so its devices repeat work     GPU, CPU
 
 XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, and sends bfloat16 as float32, so two rules are limited to
@@ -38,17 +39,20 @@ from meshpar.inspect.hlo.shapes import dtype_bits, parse_shape
 from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.program import Program
 from meshpar.inspect.timeline import program_work as work
+from meshpar.inspect.timeline.simulator import Timed, Timeline
 from meshpar.parallel.expected.step_spec import split_axes
 from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import USER
 from meshpar.sharding.types import Decision, axis_sizes, num_shards, owner_of, spec_axes
-from meshpar.sharding.units import human_bytes
+from meshpar.sharding.units import human_bytes, human_time
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 _Place = tuple[Computation, Instruction]
 
+LATENCY_SHARE = 0.05
+"""Minimum latency that is not hidden, as a fraction of the simulated step, for the rule `small-messages`."""
 SMALL_BYTES = 2**16
 """Smaller arrays are ignored: norm scales, statistics of the loss."""
 
@@ -79,12 +83,14 @@ def lint(
     setup: Setup | None = None,
     options: StepOptions | None = None,
     cluster: Cluster | None = None,
+    times: Timeline | None = None,
 ) -> tuple[Finding, ...]:
     """Return the findings in a compiled program, the most expensive first, merged over layers.
 
-    Without a `setup`, the program is not a training step, and only rules that need no strategy apply.
+    `times` is the simulated step, for the rule `small-messages`. Without a `setup`, the program is not a training step,
+    and only rules that need no strategy apply.
     """
-    context = _Context(program, tuple(collectives), setup, options or StepOptions(), cluster)
+    context = _Context(program, tuple(collectives), setup, options or StepOptions(), cluster, times)
     rules = _RULES if setup is not None else _RULES_OF_PROGRAMS
     by_layer: dict[Any, list[Finding]] = {}
     for finding in itertools.chain.from_iterable(rule(context) for rule in rules):
@@ -112,6 +118,7 @@ class _Context:
     """The `Setup` of a training step. Rules of other programs do not use it."""
     options: StepOptions
     cluster: Cluster | None
+    times: Timeline | None
 
     @property
     def module(self) -> Module:
@@ -429,6 +436,61 @@ def _slow_axis(context: _Context) -> Iterator[Finding]:
         )
 
 
+def _small_messages(context: _Context) -> Iterator[Finding]:
+    """Yield mesh axes on which the latency of small messages adds more than `LATENCY_SHARE` to the step.
+
+    A message is small if its latency exceeds its bandwidth time. Most messages of most steps are small, but hidden or
+    few. Therefore the rule compares the latency that is not hidden with the step time.
+    """
+    if context.times is None:
+        return
+    by_axes: dict[str, list[Timed]] = {}
+    for one in context.times.collectives:
+        by_axes.setdefault(one.collective.axes_label, []).append(one)
+    for label, timed in by_axes.items():
+        small = [one for one in timed if 2 * one.latency_s > one.time_s and one.lost_s > 0]
+        lost_s = sum(one.lost_s for one in small)
+        if lost_s <= LATENCY_SHARE * context.times.step_s:
+            continue
+        by_place: dict[tuple[str, str, str], list[Timed]] = {}
+        for one in small:
+            place = scopes.layerless(one.collective.module), one.collective.source, one.collective.kind
+            by_place.setdefault(place, []).append(one)
+        group = max(by_place.values(), key=lambda group: sum(one.lost_s for one in group))
+        largest = max(group, key=lambda one: one.lost_s)
+        sent, share = largest.collective, lost_s / context.times.step_s
+        crossover_bytes = sent.payload_bytes * largest.latency_s / max(largest.time_s - largest.latency_s, 1e-12)
+        yield Finding(
+            rule="small-messages",
+            module=sent.module,
+            source=sent.source,
+            what=f"latency of {_num_runs(small):,} of {_num_runs(timed):,} messages over {label} adds "
+            f"{human_time(lost_s)} ({share:.0%}) to the step. The largest part is due to {sent.kind} of "
+            f"{human_bytes(sent.payload_bytes)}, {_num_runs(group):,} times per step. Below "
+            f"{human_bytes(int(crossover_bytes))}, latency exceeds bandwidth time",
+            fix=_fix_of_small_messages(context, sent),
+            nbytes=int(sum(one.collective.bytes_sent_per_step for one in small)),
+        )
+
+
+def _num_runs(timed: Iterable[Timed]) -> int:
+    return sum(one.collective.count_per_step for one in timed)
+
+
+def _fix_of_small_messages(context: _Context, sent: Collective) -> str:
+    fixes, axes = [f"use fewer shards over {', '.join(sent.axes)}"], set(sent.axes)
+    if context.setup is not None:
+        fixes.append("use more examples per device")
+        if context.options.accumulate > 1:
+            fixes.append("use fewer micro-steps")
+        if context.options.interleave == 1 and not axes <= context.batch_axes:
+            fixes.append("use interleave=2, which overlaps messages with matmuls")
+    if sent.kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        option = f"xla_gpu_{sent.kind.replace('-', '_')}_combine_threshold_bytes"
+        fixes.append(f"combine independent messages with XLA's option {option}")
+    return ", or ".join(filter(None, [", ".join(fixes[:-1]), fixes[-1]]))
+
+
 def _idle_axis(context: _Context) -> Iterator[Finding]:
     table = context.setup.table
     decisions = (*table.params, *table.grads, *table.optimizer)
@@ -504,6 +566,7 @@ _RULES_OF_PROGRAMS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
         what="all iterations of a loop send the same data",
         fix="move it before the loop, if there is memory for its result during the loop",
     ),
+    _small_messages,
 )
 _RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     *_RULES_OF_PROGRAMS,

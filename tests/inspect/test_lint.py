@@ -16,6 +16,7 @@ import meshpar as mp
 from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.inspect import census
 from meshpar.inspect.lint import Finding, lint
+from meshpar.inspect.timeline.simulator import timeline
 from tests.grid import cases
 from tests.inspect import saved
 from tests.inspect.planted import PLANTS, REFERENCE
@@ -71,6 +72,33 @@ def test_slow_axis_reports_the_measured_bandwidth(compiled):
     collectives = census.census(program.module, plant.mesh)
     (finding,) = lint(program, collectives, plant.state.setup, plant.step.options, cluster)
     assert "at 1.5 GB/s instead of 450 GB/s" in finding.what
+
+
+@pytest.mark.parametrize(("name", "axis", "module"), [
+    ("tensor_over_nodes", "tensor", "layers/mlp"),
+    ("fsdp_tensor", "fsdp", "layers"),
+])  # fmt: skip
+def test_small_messages_are_one_finding_per_axis(compiled, name, axis, module):
+    plant, program = compiled(name)
+    collectives, cluster = census.census(program.module, plant.mesh), parse_cluster(plant.cluster)
+
+    def small_messages(cluster, slower=1.0, **options):
+        times = timeline(program.module, collectives, cluster)
+        times = dataclasses.replace(times, step_s=slower * times.step_s)
+        found = lint(program, collectives, plant.state.setup, plant.step.options, cluster, times, **options)
+        return [one for one in found if one.rule == "small-messages"], times
+
+    found, times = small_messages(cluster)
+    (finding,) = (one for one in found if f"messages over {axis} adds" in one.what)
+    assert module in finding.module
+    assert f"use fewer shards over {axis}" in finding.fix
+    assert ("interleave=2" in finding.fix) == (axis == "tensor")
+    lost_s = sum(one.lost_s for one in times.collectives if one.collective.axes_label == axis)
+    assert f"({lost_s / times.step_s:.0%})" in finding.what
+    assert len({one.what for one in found}) == len(found) <= len(times.network_s)
+    # With negligible latency, or if the rest of the step takes much longer, nothing is reported.
+    assert small_messages(dataclasses.replace(cluster, axes={"*": Link(alpha_s=1e-9, bytes_per_s=1e11)}))[0] == []
+    assert small_messages(cluster, slower=20.0)[0] == []
 
 
 @pytest.mark.parametrize(

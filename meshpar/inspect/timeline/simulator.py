@@ -89,11 +89,18 @@ class Timed:
     """Part of `time_s` that is overlapped with compute."""
     cover: Cover
     """Compute between its start and its done: `matmul`, `kernels` (without a matmul) or `nothing`."""
+    latency_s: float = 0.0
+    """Part of `time_s` that would remain with infinite bandwidth."""
 
     @property
     def exposed_s(self) -> float:
         """Part of `time_s` that is not overlapped, because compute waits for the collective."""
         return self.time_s - self.hidden_s
+
+    @property
+    def lost_s(self) -> float:
+        """Time by which the step would be shorter without the latency of the collective."""
+        return min(self.latency_s, self.exposed_s)
 
     @property
     def hidden_fraction(self) -> float | None:
@@ -295,7 +302,8 @@ class _Simulation:
         counts = collective.count_by_stage
         times = sum(counts) / len(counts) if counts else float(collective.count_per_step)
         time_s, hidden_s = (flight.end_s - flight.start_s) * times, flight.hidden_s * times
-        return Timed(collective=collective, time_s=time_s, hidden_s=hidden_s, cover=flight.cover)
+        latency_s = (self._time_s(collective) - self._time_s(collective, with_latency=False)) * times
+        return Timed(collective=collective, time_s=time_s, hidden_s=hidden_s, cover=flight.cover, latency_s=latency_s)
 
     @property
     def loops(self) -> tuple[Segment, ...]:
@@ -417,17 +425,14 @@ class _Simulation:
             block.works(inner.cover)
         return start_s
 
-    def _time_s(self, one: Collective) -> float:
+    def _time_s(self, one: Collective, *, with_latency: bool = True) -> float:
         """Return the duration of a collective in its slowest device group."""
-        return max(
-            collective_time_s(
-                one.kind,
-                one.payload_bytes,
-                one.group_size,
-                collective_link(one.kind, self._cluster, num_nodes=nodes, per_node=per_node, axes=one.axes),
-            )
+        links = (
+            collective_link(one.kind, self._cluster, num_nodes=nodes, per_node=per_node, axes=one.axes)
             for nodes, per_node in self._layout(one.groups)
         )
+        links = (link if with_latency else dataclasses.replace(link, alpha_s=0.0) for link in links)
+        return max(collective_time_s(one.kind, one.payload_bytes, one.group_size, link) for link in links)
 
     def _links(self, one: Collective) -> tuple[str, ...]:
         """Return the links that a collective uses: within nodes (`inside`), between nodes (`across`), or both."""
