@@ -17,7 +17,7 @@ from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, Weight, of_stage
 from meshpar.parallel.parallelism import Parallelism
-from meshpar.planner.workload import Held, Remat, Workload
+from meshpar.planner.workload import Activation, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import abbreviated, human_mesh, parsed
 from meshpar.sharding.rules import Rules, resolve
@@ -128,15 +128,17 @@ class Placed:
             total += slot.nbytes // num_shards([spec[dim] for dim in slot.dims if dim < len(spec)], self.sizes)
         return total
 
-    def row_bytes(self, held: Held) -> float:
+    def row_bytes(self, activation: Activation) -> float:
         """Return the bytes of a saved activation on one device, for each example of the local batch."""
-        leaf = Leaf(path="activation", shape=held.shape, dtype=_DTYPE, names=held.names)
-        return held.row_bytes / self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
+        leaf = Leaf(path="activation", shape=activation.shape, dtype=_DTYPE, names=activation.names)
+        return activation.row_bytes / self.resolved(leaf, self.strategy.activations, key=activation[:2]).shards
 
     @functools.cached_property
-    def held_row_bytes(self) -> Mapping[Remat | Literal["stages"], tuple[float, ...]]:
+    def activation_row_bytes(self) -> Mapping[Remat | Literal["stages"], tuple[float, ...]]:
         """`row_bytes` of all saved activations, in the order of the workload."""
-        return {remat: tuple(map(self.row_bytes, held)) for remat, held in self.workload.held.items()}
+        return {
+            remat: tuple(map(self.row_bytes, activations)) for remat, activations in self.workload.activations.items()
+        }
 
     @functools.cached_property
     def vocab_chunks(self) -> int:
@@ -151,7 +153,9 @@ class Placed:
     def logits_per_row(self) -> float:
         """Return the number of logits per example on a device, over all vocabulary chunks."""
         work = self.workload
-        return self.row_bytes(Held(("seq", "act_vocab"), (work.seq_len or 1, work.vocab_size), 1, 0, is_routed=False))
+        return self.row_bytes(
+            Activation(("seq", "act_vocab"), (work.seq_len or 1, work.vocab_size), 1, 0, is_routed=False)
+        )
 
     def step_spec(self, layout: Layout) -> StepSpec:
         """Return the description of a step. With pipeline stages, it describes the average stage."""

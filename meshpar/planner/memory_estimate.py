@@ -40,7 +40,7 @@ from meshpar.parallel.expected.step_spec import (
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner.calibration import MEMORY
 from meshpar.planner.layout import Layout, Placed
-from meshpar.planner.workload import Held, Remat
+from meshpar.planner.workload import Activation, Remat
 from meshpar.schedules.ops import B, F, W
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import num_shards, without_axes
@@ -81,11 +81,11 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """Return the memory per device under a layout."""
     work, step = placed.workload, placed.step_spec(layout)
     rows = work.rows // (placed.batch_shards * layout.microbatches)
-    saved = int(rows * sum(nbytes for nbytes, held in _held(placed, layout.remat) if held.layers))
+    saved = int(rows * sum(nbytes for nbytes, array in _saved(placed, layout.remat) if array.layers))
     # Without remat, a layer with prefetched weights recomputes the activations of its MLP.
     policy = "stages" if step.is_prefetched and layout.remat is None else None
-    per_layer = [(nbytes / held.layers, held) for nbytes, held in _held(placed, policy) if held.layers]
-    recomputed = int(rows * sum(nbytes for nbytes, held in per_layer if not held.is_routed))
+    per_layer = [(nbytes / array.layers, array) for nbytes, array in _saved(placed, policy) if array.layers]
+    recomputed = int(rows * sum(nbytes for nbytes, array in per_layer if not array.is_routed))
     # The number of tokens per micro-step decides whether rows of the table are exchanged.
     key = layout.accumulate > 1, step.is_prefetched, step.exchanges_rows, step.interleave
     weights = placed.once(key, lambda: _weight_bytes(placed, layout, step))
@@ -121,9 +121,11 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
 def residual_row_bytes(placed: Placed) -> float:
     """Return the bytes per device and example of the residual stream, of which only the sequence may be sharded."""
     work = placed.workload
-    residuals = [held for held in work.held["full"] if held.layers] or [held for held in work.held[None] if held.layers]
-    unsharded = (held._replace(names=("seq", *(None for _ in held.names[1:]))) for held in residuals)
-    return max((placed.row_bytes(held) / held.layers for held in unsharded), default=0.0)
+    residuals = [array for array in work.activations["full"] if array.layers] or [
+        array for array in work.activations[None] if array.layers
+    ]
+    unsharded = (array._replace(names=("seq", *(None for _ in array.names[1:]))) for array in residuals)
+    return max((placed.row_bytes(array) / array.layers for array in unsharded), default=0.0)
 
 
 class _WeightBytes(NamedTuple):
@@ -194,8 +196,8 @@ def _staged(placed: Placed, saved: int, rows: int) -> int:
     itemsize, residual = work.compute_itemsize, residual_row_bytes(placed) * work.num_layers
     inputs = (
         nbytes
-        for nbytes, held in _held(placed, "stages")
-        if held.layers and held.itemsize == itemsize and not held.is_routed
+        for nbytes, array in _saved(placed, "stages")
+        if array.layers and array.itemsize == itemsize and not array.is_routed
     )
     deferred = rows * (sum(inputs) + residual * 4 / itemsize * bool(work.experts_per_token))
     # A single buffer slot is written in place. With several slots, the new value exists outside the slot first. If no W
@@ -261,9 +263,9 @@ def stage_load(pipeline: Pipeline) -> StageLoad:
     return StageLoad(schedule.peak_activations.max() * chunk, deferred * chunk, schedule.copies, chunk, float(together))
 
 
-def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Held]]:
+def _saved(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Activation]]:
     """Yield the saved activations of a remat policy, each with its bytes per example on a device."""
-    return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
+    return zip(placed.activation_row_bytes[remat], placed.workload.activations[remat], strict=True)
 
 
 def _sums(placed: Placed, layout: Layout, step: StepSpec) -> int:
@@ -301,13 +303,15 @@ def _logits_bytes(placed: Placed, rows: int) -> int:
     if work.vocab_chunk is not None:
         sizes = (weight.leaf.size for weight in placed.weights if weight.leaf.has("vocab"))
         width = max(sizes) // work.vocab_size
-        input_grad = placed.row_bytes(Held(("seq", "act_embed"), (work.seq_len or 1, width), 4, 0, is_routed=False))
+        input_grad = placed.row_bytes(
+            Activation(("seq", "act_embed"), (work.seq_len or 1, width), 4, 0, is_routed=False)
+        )
         logits = placed.logits_per_row() / placed.vocab_chunks * (4 + work.compute_itemsize)
         return int(rows * (logits + input_grad))
     outside = (
-        nbytes / held.itemsize
-        for nbytes, held in _held(placed, None)
-        if not held.layers and held.names[-1:] == ("act_vocab",)
+        nbytes / array.itemsize
+        for nbytes, array in _saved(placed, None)
+        if not array.layers and array.names[-1:] == ("act_vocab",)
     )
     return int(rows * work.compute_itemsize * max(outside, default=0))
 
@@ -320,8 +324,8 @@ def _routed_bytes(placed: Placed, step: StepSpec, rows: int) -> int:
     expert_axes = {axis for weight in placed.weights for axis in owned_axes(step, weight.decision)}
     ranks = step.num_shards(step.ordered(expert_axes))
     # The buffers fit any routing. Expert activations need memory for the actual tokens only.
-    routed = [(nbytes, held) for nbytes, held in _held(placed, "stages") if held.layers and held.is_routed]
-    activations = rows * sum(nbytes / held.layers for nbytes, held in routed)
+    routed = [(nbytes, array) for nbytes, array in _saved(placed, "stages") if array.layers and array.is_routed]
+    activations = rows * sum(nbytes / array.layers for nbytes, array in routed)
     routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
     width = max(leaf.size_of("embed") for leaf in routers)
     buffers = dropless_bytes(

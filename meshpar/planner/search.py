@@ -120,7 +120,7 @@ class Search:
         """The smallest of the layouts that do not fit."""
         distinct: dict[tuple[Remat, ...], Remat] = {}
         for remat in workload.policies:  # policies may save the same activations of a model
-            distinct.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
+            distinct.setdefault((workload.activations[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
         self.policies = tuple(distinct.values())
 
     @property
@@ -260,7 +260,12 @@ class Search:
         # A stage keeps its accumulated gradients and its gathered weights.
         unsharded = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
         compute_s: Any = self._matmuls_s(placed, pipelines, self.limit_bytes - state - unsharded, shards)
-        moved = STEP.passes * work.rows * sum(held.row_bytes for held in work.held[None]) / self.cluster.num_devices
+        moved = (
+            STEP.passes
+            * work.rows
+            * sum(array.row_bytes for array in work.activations[None])
+            / self.cluster.num_devices
+        )
         compute_s = compute_s + moved / self.cluster.gpu.memory_bytes_per_s
         compute_s = compute_s + self._experts_s(placed, step, members, shards)
         if placed.strategy.pipeline is not None:
@@ -291,10 +296,12 @@ class Search:
         schedules = [_ScheduleEstimate.of(pipeline) for pipeline in pipelines if pipeline is not None]
         saved, deferred = np.array([schedule[2:] for schedule in schedules]).T
         itemsize = work.compute_itemsize
-        inputs = rows * deferred * sum(held.row_bytes for held in work.held["stages"] if held.itemsize == itemsize)
+        inputs = (
+            rows * deferred * sum(array.row_bytes for array in work.activations["stages"] if array.itemsize == itemsize)
+        )
         time_s: Any = np.inf
         for remat, floor_s in floors.items():
-            row_bytes = sum(held.row_bytes for held in work.held[remat])
+            row_bytes = sum(array.row_bytes for array in work.activations[remat])
             needed = rows * saved * row_bytes * SEARCH.stage_memory + inputs
             time_s = np.where(needed <= available_bytes, floor_s, np.minimum(time_s, floor_s * SEARCH.misfit_time))
         return time_s

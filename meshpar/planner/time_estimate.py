@@ -236,14 +236,14 @@ class Clock:
         """Return the bytes that kernels other than dense matmuls move per step."""
         work, stages = placed.workload, placed.strategy.pipeline.stages if placed.strategy.pipeline else 1
         rows = work.rows // placed.batch_shards
-        activations = rows * sum(placed.held_row_bytes["stages"]) / stages
+        activations = rows * sum(placed.activation_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are computed twice
             activations += rows * 2 * 4 * placed.logits_per_row()
         passes, state_passes = STEP.passes, STEP.state_passes
         if self.cluster.is_shared:
             passes, state_passes = STEP.shared_passes, STEP.shared_state_passes
         moved = passes * activations + state_passes * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
-        saved = rows * sum(placed.held_row_bytes[layout.remat]) / stages
+        saved = rows * sum(placed.activation_row_bytes[layout.remat]) / stages
         moved += STEP.shared_saved_passes * saved * self.cluster.is_shared
         moved += STEP.cast_bytes * work.narrowed * work.rows / self.cluster.num_devices
         return moved + layout.microbatches * self._expert_bytes(placed, layout) / stages

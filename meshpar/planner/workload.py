@@ -51,7 +51,7 @@ POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
 _PRIMES = [n for n in range(3, 1000, 2) if all(n % d for d in range(3, n, 2))]
 
 
-class Held(NamedTuple):
+class Activation(NamedTuple):
     """An activation that is saved for the backward pass, per example."""
 
     names: tuple[str | None, ...]
@@ -110,7 +110,7 @@ class Workload:
     """Fraction of the FLOPs in 8-bit matmuls."""
     narrowed: float
     """Elements per example that are cast for 8-bit matmuls: inputs, and gradients of outputs."""
-    held: Mapping[Remat | Literal["stages"], tuple[Held, ...]]
+    activations: Mapping[Remat | Literal["stages"], tuple[Activation, ...]]
     """Saved activations by policy. The key `stages` is for layers that are run by pipeline stages, without a policy."""
     runs_layers: bool
     """Whether the model uses `scan_layers`, which rematerialization and batch slices require."""
@@ -210,7 +210,7 @@ def describe(
         experts_per_token, looks_up = _experts_per_token(forward_jaxpr, leaves), has_scope(forward_jaxpr, GATHERED)
         routed = _expert_flops(forward_jaxpr, leaves) * experts_per_token * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(forward_jaxpr) / marker + routed, _vocab_chunk(forward_jaxpr, leaves)
-        counted, held, runs_layers = _by_policy(
+        counted, activations, runs_layers = _by_policy(
             functools.partial(value_of, described, loss, precision),
             arrays,
             labelled,
@@ -228,7 +228,8 @@ def describe(
         model=described, is_divisible=loss_is is not None or not isinstance(terms.loss, ScalarLoss),
         leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
-        narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker, held=held,
+        narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker,
+        activations=activations,
         runs_layers=runs_layers, looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
         vocab_chunk=vocab_chunk, nodes_visited=nodes_visited, row_bytes=row_bytes,
         replicated_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
@@ -243,9 +244,9 @@ def batch_of(batch: PyTree, rows: int) -> PyTree:
 def _by_policy(
     value: Callable[[Remat], Any],
     arrays: PyTree,
-    labelled: Callable[..., Iterator[Held]],
+    labelled: Callable[..., Iterator[Activation]],
     policies: Sequence[Remat],
-) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
+) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Activation, ...]], bool]:
     """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
 
     FLOPs are those of forward and backward pass, as (all matmuls, attention, 8-bit matmuls).
@@ -257,13 +258,13 @@ def _by_policy(
         return scanned(layer, x, rows)
 
     counted: dict[Remat, tuple[int, int, int]] = {}
-    held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
+    activations: dict[Remat | Literal["stages"], tuple[Activation, ...]] = {}
     for remat in policies:
         counted[remat], saved = _saved(value(remat), arrays)
-        held[remat] = tuple(labelled(saved, is_all=remat is None))
+        activations[remat] = tuple(labelled(saved, is_all=remat is None))
     with within(runner=StageRunner(run)):
         _, saved = _saved(value(None), arrays)
-    return counted, {**held, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
+    return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 
 
 def _decision(leaf: Leaf, spec: PartitionSpec = PartitionSpec()) -> Decision:  # noqa: B008
@@ -352,7 +353,7 @@ def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
 
 def _labelled(
     saved: Sequence[Any], leaves: Sequence[Leaf], rows: int, seq_len: int | None, *, is_all: bool
-) -> Iterator[Held]:
+) -> Iterator[Activation]:
     """Yield the saved activations with their logical names. Weights and tables are skipped."""
     stacks = {leaf.num_layers for leaf in leaves} - {1}
     for array in saved:
@@ -369,7 +370,7 @@ def _labelled(
         # place of a block's input.
         is_residual = set(names) <= {None, "act_embed"} and not (is_all and layers and array.dtype.itemsize < 4)
         seq = None if times != seq_len else "norm_seq" if is_residual else "seq"
-        yield Held((seq, *names), (times, *shape), np.dtype(array.dtype).itemsize, layers, is_routed)
+        yield Activation((seq, *names), (times, *shape), np.dtype(array.dtype).itemsize, layers, is_routed)
 
 
 def _names_of(shape: tuple[int, ...], leaves: Sequence[Leaf]) -> tuple[str | None, ...]:

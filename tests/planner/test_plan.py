@@ -385,7 +385,7 @@ def test_host_devices_overlap_nothing_and_have_no_bubble(small, tmp_path):
     for remat in (None, "full"):
         here, there = (Search(small, one).estimate(dataclasses.replace(layout, remat=remat)) for one in (cluster, pod))
         more.append((here.time.memory_s - there.time.memory_s) * pod.gpu.memory_bytes_per_s)
-    kept = [2 * sum(one.row_bytes for one in small.held[remat]) for remat in (None, "full")]
+    kept = [2 * sum(one.row_bytes for one in small.activations[remat]) for remat in (None, "full")]
     assert more[0] - more[1] == pytest.approx(4 * (kept[0] - kept[1]))
 
 
