@@ -1,4 +1,4 @@
-"""All-reduce algorithms with few steps: recursive doubling, halving-doubling and a binary tree.
+"""All-reduce algorithms with few steps: recursive doubling, halving-doubling and a binomial tree.
 
 N is the number of ranks and P the largest power of two up to N. The recursive algorithms run on P ranks. The remaining
 ranks first send their array to the first N-P ranks, and receive the result afterwards: two more messages.
@@ -80,8 +80,8 @@ def doubling_all_gather(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Arr
     return parts
 
 
-def binary_tree(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    """Reduce to rank 0 along a binomial tree, then broadcast along the same tree.
+def binomial_tree(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
+    """Reduce to rank 0 along a binomial tree, then broadcast along the same tree. The root has log2 N children.
 
     [A] {unreduced over X} -> [A];  2 ceil(log2 N) steps, n bytes each
     """
@@ -115,7 +115,7 @@ def parameter_server(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int,
 ALGORITHMS: dict[str, Callable[..., jax.Array]] = {
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
-    "tree": binary_tree,
+    "tree": binomial_tree,
     "root": parameter_server,
     "parameter_server": parameter_server,
 }
