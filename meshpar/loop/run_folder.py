@@ -36,7 +36,7 @@ LEASE_S = 60.0
 """A run in a bucket has ended if it has not renewed its lease for this time."""
 _LEASE = ".lease"
 _NOT_READ = {CHECKPOINTS, _LEASE, "profile", "tensorboard", "wandb"}
-"""Objects and folders of a run that are not downloaded: a resumed run adds new files to the last three."""
+"""Objects and folders that are not downloaded. A resumed run only adds files to the profiles and event files."""
 _MAX_UPLOAD_SHARE = 0.1
 """Maximum fraction of the time that is spent on uploads in the background: metrics.jsonl is uploaded in full."""
 
