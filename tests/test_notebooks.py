@@ -55,7 +55,7 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, child_env: dict[str, str]) -> None:
+def test_notebook_runs(path: Path, child_env: dict[str, str]) -> None:
     run(path, child_env)
 
 

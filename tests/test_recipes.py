@@ -26,7 +26,7 @@ QUICK = [file for file in RECIPES if file.stem in ("digits_linen", "gpt_3d", "gp
 
 
 @pytest.mark.parametrize("file", cases(*QUICK, grid=RECIPES), ids=lambda file: file.stem)
-def test_a_recipe_is_short_says_its_command_and_lies_on_its_mesh(file):
+def test_recipe_is_short_documented_and_sharded(file):
     source = file.read_text()
     assert len(source.splitlines()) < 150
     recipe = load_recipe(file)

@@ -50,7 +50,7 @@ def test_findings_report_problems_with_a_fix(changed: dict, message: str) -> Non
     assert finding.fix
 
 
-def test_the_command_shows_this_machine(meshpar, tmp_path, monkeypatch) -> None:
+def test_doctor_command_shows_the_machine(meshpar, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     code, out, _ = meshpar("doctor", "--check", "--json", "--out", tmp_path / "runs")

@@ -348,7 +348,7 @@ def test_a_cluster_is_compiled_ahead_of_time(explain, recipe, tmp_path):
     assert page.read_text().count("<img ") == 3  # bytes, memory, timeline of a layer
 
 
-def test_the_table_of_strategies(explain, monkeypatch):
+def test_explain_prints_the_table_of_strategies(explain, monkeypatch):
     made = reference.StrategyTable(cluster="h100:1x8", cases=(), reports=())
     asked = []
     monkeypatch.setattr(reference, "strategy_table", lambda cluster: asked.append(cluster) or made)

@@ -93,7 +93,7 @@ def test_breakdown_uses_measured_axis_links():
     assert breakdown("ring", 1e6, 8, pod).phases[0].link == POD.inside
 
 
-def test_the_crossover_is_where_both_take_as_long():
+def test_crossover_has_equal_times():
     for ranks in (6, 8, 64):
         at = breakdown("ring", 1.0, ranks, POD).crossover_bytes
         ring, tree = breakdown("ring", at, ranks, POD), breakdown("recursive-doubling", at, ranks, POD)

@@ -142,7 +142,7 @@ def assert_matches(result):
     assert result.missing == result.unexpected == (), str(result)
 
 
-def test_the_sizes_above_are_the_reference_decoders(planted):
+def test_sizes_are_those_of_the_small_decoder(planted):
     cfg = planted.CONFIG
     assert (cfg.num_layers, cfg.embed_dim, cfg.mlp_dim, cfg.vocab_size) == (L, D, F, V)
     assert cfg.num_params == ALL
@@ -151,7 +151,7 @@ def test_the_sizes_above_are_the_reference_decoders(planted):
 
 
 @pytest.mark.parametrize(("case", "target"), TABLE)
-def test_a_strategy_sends_what_the_formulas_say(read, case, target):
+def test_strategies_send_the_bytes_of_the_closed_forms(read, case, target):
     """Compare kinds, counts, and bytes up to 1 %."""
     setup, options, collectives, _ = read(case, target)
     found = verdict(setup, options, collectives, None, target)
@@ -336,7 +336,7 @@ def mlp(num_blocks=2, width=64, hidden=128):
     return mp.from_functions(init, apply)
 
 
-def test_a_model_of_plain_functions_is_held_to_its_promise():
+def test_plain_functions_have_expected_collectives():
     strategy = mp.ddp() | mp.Rules(
         paths={r".*/up/kernel": mp.names(None, "mlp"), r".*/down/kernel": mp.names("mlp", None)}, mlp="tensor"
     )

@@ -214,7 +214,7 @@ NAMES = cases("zb-h1", grid=[name for name in ALL if name not in SPARED])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_stage_sends_what_was_promised_and_nothing_else(built, name):
+def test_stages_send_only_expected_collectives(built, name):
     for stage, verdict in enumerate(built(name).verdicts):
         assert verdict.missing == verdict.unexpected == (), stage
         for line in verdict.matched:
@@ -405,7 +405,7 @@ def faulty(program_of):
 
 
 @pytest.mark.parametrize("fault", cases("gradients reduced in every tick", grid=list(FAULTS)))
-def test_a_fault_is_told(faulty, fault):
+def test_faults_of_stages_are_unexpected(faulty, fault):
     assert FAULTS[fault] in {(one.kind, *one.axes) for one in faulty(fault).verdict(0).unexpected}
 
 

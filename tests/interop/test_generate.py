@@ -35,7 +35,7 @@ def test_token_by_token_as_the_full_forward_pass(kind, tmp_path, mesh8):
 
 
 @pytest.mark.matrix
-def test_the_command(tmp_path, capsys):
+def test_generate_command_prints_text(tmp_path, capsys):
     source = small_folder(tmp_path / "source")
     said = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**said, "max_position_embeddings": 4}))

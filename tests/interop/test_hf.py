@@ -374,7 +374,7 @@ def test_without_a_dtype_no_tensor_is_rounded(tmp_path):
     np.testing.assert_array_equal(state.params["final_norm"]["scale"], norm)
 
 
-def test_a_window_of_null_is_none():
+def test_window_null_is_read_as_none():
     document, *_ = golden("mistral")
     assert described({**document, "sliding_window": None}).config.attention_window is None
 

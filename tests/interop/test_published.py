@@ -79,7 +79,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_config_is_the_decoder_of_that_name(name):
+def test_published_configs_equal_the_decoders(name):
     config, family, *_ = described(PUBLISHED[name])
     ours = getattr(models, name)()
     same = {"rope_yarn": config.rope_yarn} if name == "deepseek_v3" else {}  # trained without, released with it
@@ -118,7 +118,7 @@ def layout_of(cfg: TransformerConfig, devices: int):
     ("name", "devices"),
     cases(("qwen3_235b", 512), grid=[(name, count) for name in PUBLISHED for count in (64, 512, 2048)]),
 )
-def test_it_lies_on_a_pod(name, devices):
+def test_published_models_are_sharded_over_a_pod(name, devices):
     cfg = described(PUBLISHED[name]).config
     spec, strategy = layout_of(cfg, devices)
     table = mp.shardings(cfg.build(), spec.abstract(), strategy, tx=optax.adamw(1e-4))

@@ -17,7 +17,7 @@ BYTES = 3_000_000_000
 @pytest.mark.matrix
 @pytest.mark.parametrize("form", ["plain", "fp8"])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
-def test_a_process_holds_its_share_and_a_tenth_more(form, tmp_path, child_env):
+def test_process_needs_its_shards_and_10_percent_more(form, tmp_path, child_env):
     folder = tmp_path / "model"
     folder.mkdir()
 

@@ -65,7 +65,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
     ("form", "case"), cases(("blockwise", "keys whole"), grid=itertools.product(("xla", "blockwise"), MESHES))
 )
-def test_a_step_is_the_plain_form_s_on_one_device(form, case):
+def test_step_equals_plain_attention_on_a_single_device(form, case):
     expected = after_a_step(config(), MESHES["one"], packed())
     assert_equal(after_a_step(config(attention=form), MESHES[case], packed()), expected)
 
@@ -103,7 +103,7 @@ def test_cudnn_rejects_options(case, options):
     assert error.value.requested == f"use {options}"
 
 
-def test_a_cache_holds_one_sequence():
+def test_cache_has_a_single_sequence():
     tokens, none = np.zeros((1, 2), np.int32), np.zeros((1, 1, 1, 1, 1), np.float32)
     with raises("conflict", "Transformer(segments=..., cache=...)"):
         rope_of(config(), tokens, None, KVCache(none, none, np.int32(0)), np.float32, tokens)

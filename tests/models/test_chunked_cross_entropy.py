@@ -99,7 +99,7 @@ def logits_of_a_device(text):
 
 
 @pytest.mark.matrix
-def test_a_split_decoder_has_the_same_gradients_and_no_logits(mesh8):
+def test_sharded_chunked_loss_has_equal_gradients_and_no_logits(mesh8):
     """Table split over vocabulary and width, the batch over `fsdp`; with a z-loss."""
     strategy, batch = mp.fsdp() | mp.tensor_parallel(sequence=True), token_batches(ROWS, SEQ, 1, CONFIG.vocab_size)[0]
     model, loss = CONFIG.build(), functools.partial(next_token_loss, z_loss=1e-2)
@@ -174,5 +174,5 @@ def test_each_chunk_is_gathered_and_its_gradient_scattered(case, tied):
 @pytest.mark.parametrize(
     ("case", "tied"), [("zero1", False), ("fsdp", True), ("fsdp|sequence", False), ("once", False)]
 )
-def test_on_gpus_too(case, tied, pod):
+def test_gpu_program_of_chunked_loss_has_no_logits(case, tied, pod):
     assert_as_expected(explained(case, tied, "h100:1x8", pod))

@@ -85,7 +85,7 @@ def test_cudnn_rejects_cpu_devices(case):
         after_a_step(config("cudnn"), case, batch())
 
 
-def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
+def test_unsupported_cudnn_shapes_are_errors_with_a_fix(monkeypatch):
     def refuse(*args, **kwargs):
         raise NotImplementedError("The head dim must be <= 128 and a multiple of 8, but got 7.")
 
@@ -142,7 +142,7 @@ def explained(pod, cfg, spec, strategy, options, shape=(16, 256), cluster="h100:
 
 @pytest.mark.pod
 @pytest.mark.parametrize("case", COMPILED)
-def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod_with_cudnn, case):
+def test_cudnn_program_has_the_kernel_and_expected_collectives(pod_with_cudnn, case):
     report, program = explained(pod_with_cudnn, config("cudnn"), *case)
     targets = re.findall(r'custom_call_target="__cudnn\$(\w+)"', program.text)
     assert set(targets) == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
@@ -154,7 +154,7 @@ def test_the_program_holds_the_kernel_and_sends_what_was_promised(pod_with_cudnn
 
 
 @pytest.mark.pod
-def test_a_ring_of_its_tiles_is_what_compute_bounds(pod_with_cudnn):
+def test_ring_of_cudnn_tiles_is_compute_bound(pod_with_cudnn):
     """Two layers of Llama 3.1 8B, 131,072 tokens on 64 H100: both kernels, no array of scores, messages hidden."""
     cfg = dataclasses.replace(llama3_8b(attention="cudnn"), num_layers=2)
     strategy = mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel()

@@ -66,7 +66,7 @@ def normal_table():
     return np.random.default_rng(3).normal(size=(1000, 8)).astype(np.float32)
 
 
-def test_a_gradient_of_many_rows_is_summed_in_float32():
+def test_gradients_of_many_rows_are_summed_in_float32():
     with mp.use_rules(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
         table, tokens = jnp.ones((4096, 8), jnp.bfloat16), jnp.zeros((8, 64), jnp.int32)
         _, gradient = jax.jit(lookup)(table, tokens, jnp.ones((8, 64, 8), jnp.bfloat16))
@@ -103,13 +103,13 @@ def test_rows_travel_where_they_are_fewer_bytes_than_the_table():
     ],
     ids=str,
 )
-def test_a_table_that_is_int_or_split_as_no_batch_is_stays_where_it_is(strategy, spec):
+def test_integer_tables_and_other_shardings_exchange_no_rows(strategy, spec):
     assert sent(4, 1000, strategy, spec) == {}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("expert", "a whole mesh")])
-def test_a_step_that_looks_up_by_rows_sends_what_it_promises(case):
+def test_step_with_row_exchange_has_expected_collectives(case):
     spec, strategy = CASES[case]
     cfg = TransformerConfig(
         vocab_size=512, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128

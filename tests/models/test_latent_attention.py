@@ -91,7 +91,7 @@ def attention_by_hand(cfg, w, h):
 @pytest.mark.parametrize(
     ("framework", "q_rank"), cases(("nnx", 12), ("linen", None), grid=itertools.product(("nnx", "linen"), (12, None)))
 )
-def test_float64_equals_the_formula_by_hand(one_device, framework, q_rank):
+def test_latent_attention_matches_the_formula_in_float64(one_device, framework, q_rank):
     with jax.enable_x64(True):
         cfg = CONFIG(param_dtype="float64", latent=dataclasses.replace(LATENT, q_rank=q_rank))
         params = random_params(cfg)
@@ -132,7 +132,7 @@ def alone():
     ],
     ids=str,
 )
-def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, spec, strategy):
+def test_sharded_latent_attention_equals_a_single_device(alone, framework, spec, strategy):
     params, found = alone
     with jax.enable_x64(True):
         mesh = mesh_of(spec)
@@ -141,7 +141,7 @@ def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, 
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=path)
 
 
-def test_behind_a_cache_of_latents_it_is_the_same(one_device):
+def test_decoding_with_latents_equals_the_full_sequence(one_device):
     with jax.enable_x64(True):
         cfg = CONFIG(param_dtype="float64")
         params, model = random_params(cfg), models(cfg)["linen"]
@@ -159,7 +159,7 @@ def test_behind_a_cache_of_latents_it_is_the_same(one_device):
     np.testing.assert_allclose(piece_by_piece, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_the_cache_holds_latents_and_not_heads(one_device):
+def test_cache_has_latents_instead_of_heads(one_device):
     cache = empty_cache(CONFIG(), 3, 5, jnp.float32)
     assert cache.k_LBSKD.shape == (2, 3, 5, 1, 4)
     assert cache.v_LBSKW.shape == (2, 3, 5, 1, 8)
@@ -169,12 +169,12 @@ def test_the_cache_holds_latents_and_not_heads(one_device):
 
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_every_leaf_has_its_names(one_device, framework):
+def test_all_latent_parameters_have_names(one_device, framework):
     found = {leaf.path: leaf.names for leaf in models(CONFIG())[framework].leaves() if "/attention/" in leaf.path}
     assert found == {f"layers/attention/{path}": names for path, names in NAMES.items()}
 
 
-def test_tensor_parallel_splits_heads_and_fsdp_the_rest():
+def test_tensor_parallelism_shards_latent_heads():
     mesh = mp.MeshSpec(fsdp=2, tensor=2).abstract()
     table = mp.shardings(CONFIG().build(), mesh, mp.fsdp() | mp.tensor_parallel())
     specs = {d.path.removeprefix("layers/attention/"): tuple(d.spec) for d in table.params if "/attention/" in d.path}
@@ -192,7 +192,7 @@ def test_parameters_in_closed_form(q_rank):
     assert counted == cfg.num_params == 2 * 24 * 16 + 16 + 2 * (attention + 3 * 16 * 20 + 2 * 16)
 
 
-def test_model_flops_are_those_of_its_matmuls():
+def test_model_flops_count_latent_matmuls():
     cfg = CONFIG()
     norms = 16 * 5 + 2 * (12 + 8)
     matmuls = cfg.num_params - norms - 24 * 16
@@ -200,7 +200,7 @@ def test_model_flops_are_those_of_its_matmuls():
     assert cfg.flops_per_token(8) == 6 * matmuls + 3 * 2 * 2 * 4 * (10 + 14) * 8
 
 
-def test_yarns_factor_of_scores_multiplies_them(one_device):
+def test_yarn_scales_the_scores(one_device):
     """Queries that are as many times as large give the same scores, over a sequence and with a cache."""
     yarn = YarnScaling(factor=4.0, original_seq_len=4, score_factor=1.75)
     plain = CONFIG(rope_yarn=dataclasses.replace(yarn, score_factor=1.0))

@@ -175,7 +175,7 @@ def test_gradient_of_a_frequent_token_is_summed_in_float32():
     np.testing.assert_array_equal(gradient, [[1000, 1000], [0, 0], [0, 0]])
 
 
-def test_a_token_outside_the_table_is_not_a_number():
+def test_token_outside_the_table_is_nan():
     assert np.isnan(layers.embed(jnp.ones((3, 2)), jnp.array([[3]]))).all()
 
 

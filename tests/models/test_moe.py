@@ -111,7 +111,7 @@ def test_accumulated_steps_move_the_bias_once(framework, mode):
 
 
 @pytest.mark.matrix
-def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
+def test_evaluation_has_no_expert_loss_and_keeps_the_state():
     cfg = deepseek_like(param_dtype="float64")
     with jax.enable_x64(True):
         mesh = ONE[0].build(jax.devices()[:1])
@@ -131,7 +131,7 @@ def test_losses_of_experts_are_for_training_and_evaluation_changes_nothing():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_decoding_step_by_step_is_the_whole_sequence(framework):
+def test_decoding_with_a_cache_equals_the_full_sequence(framework):
     """Greedy tokens by the cache are those of whole sequences; rooms at experts are not for one token after another."""
     full = Routing(num_experts=8, top_k=2, capacity_factor=0.25)
     cfg = mixtral_like(moe=MoEConfig(routing=full, mlp_dim=8, **LOSSES))
@@ -161,7 +161,7 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("make", cases(deepseek_like, grid=[deepseek_like, mixtral_like]))
-def test_num_params_is_the_real_count(make):
+def test_num_params_counts_all_parameters(make):
     cfg = make()
     assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())
     with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):

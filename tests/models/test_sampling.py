@@ -86,7 +86,7 @@ def test_greedy_on_a_mesh_is_greedy_on_one_device(num_prompts):
     np.testing.assert_array_equal(found, np.resize(greedy_by_hand(6), (num_prompts, 10)))
 
 
-def test_the_key_decides():
+def test_samples_depend_on_the_key():
     same = [sampled(PROMPT, num_tokens=8, key=3) for _ in range(2)]
     np.testing.assert_array_equal(*same)
     np.testing.assert_array_equal(same[0][:, :4], PROMPT)
@@ -111,14 +111,14 @@ def test_draws_follow_the_distribution(temperature, top_k):
 
 
 @pytest.mark.parametrize(("top_p", "top_k", "num"), [(0.9, None, 3), (0.59, None, 1), (0.7, 2, 1), (1.0, None, 5)])
-def test_a_nucleus_is_the_fewest_tokens_of_that_probability(top_p, top_k, num):
+def test_nucleus_has_the_fewest_tokens_of_the_probability(top_p, top_k, num):
     """Of probabilities 0.6, 0.25, 0.1, 0.04, 0.01; among two, the first has 0.706."""
     shares = np.array([0.1, 0.6, 0.04, 0.25, 0.01])
     kept = np.sort(np.argsort(-shares)[:num])
     np.testing.assert_array_equal(np.flatnonzero(draws(1.0, top_k, np.log(shares), top_p=top_p)), kept)
 
 
-def test_the_cache_is_split_by_heads():
+def test_cache_is_sharded_by_heads():
     mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
     with mp.use_rules(mesh, mp.fsdp() | mp.tensor_parallel()):
         cache = jax.jit(lambda: empty_cache(CONFIG, 8, 5, jnp.bfloat16))()

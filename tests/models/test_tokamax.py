@@ -64,7 +64,7 @@ def fake(monkeypatch):
     ("given", "is_packed", "width"),
     cases(("both", True, 16), ("alone", False, 8), grid=itertools.product(GIVEN, (False, True), (8, 16))),
 )
-def test_with_the_real_tokamax_values_and_gradients_are_the_plain_form_s(real, given, is_packed, width):
+def test_real_tokamax_matches_plain_attention(real, given, is_packed, width):
     """There are two query heads per key head. Values have the width of keys or half of it."""
     rng, found = np.random.default_rng(0), {}
     draw = lambda heads, width: jnp.asarray(rng.normal(size=(2, 33, heads, width)), jnp.float32)  # noqa: E731
@@ -79,25 +79,25 @@ def test_with_the_real_tokamax_values_and_gradients_are_the_plain_form_s(real, g
 
 
 @pytest.mark.parametrize("case", cases("fsdp|tensor", grid=[one for one in MESHES if one != "ring"]))
-def test_a_step_is_the_plain_form_s_on_one_device(fake, case):
+def test_step_with_tokamax_equals_a_single_device(fake, case):
     expected = after_a_step(config(), MESHES["one"], packed())
     assert_equal(after_a_step(config(attention="tokamax"), MESHES[case], packed()), expected)
     assert fake.given == {(4, 2) if case == "one" else (1, 1) if case in ("keys whole", "by heads") else (2, 1)}
 
 
-def test_a_ring_is_refused():
+def test_ring_attention_with_tokamax_is_an_error():
     with pytest.raises(mp.MeshparError, match='attention="tokamax".*use ring attention.*log-sum-exp.*"blockwise"'):
         after_a_step(config(attention="tokamax"), MESHES["ring"], packed())
 
 
-def test_a_missing_package_is_told(monkeypatch):
+def test_missing_tokamax_is_an_error(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     q = jnp.ones((1, 4, 2, 8))
     with pytest.raises(mp.MeshparError, match="attend with float32.*not installed.*pip install.*blockwise"):
         layers.causal_attention(q, q, q, implementation="tokamax")
 
 
-def test_the_real_tokamax_refuses_where_it_has_no_kernel(real, monkeypatch):
+def test_real_tokamax_without_kernel_is_an_error(real, monkeypatch):
     monkeypatch.undo()
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(mp.MeshparError, match=r"attend with bfloat16\[1, 4, 2, 8\].*ot supported.*blockwise"):
@@ -126,7 +126,7 @@ ENTRY %main (q: bf16[64,8,16], k: bf16[64,2,16], m: f32[8,64]) -> bf16[64,8,16] 
 @pytest.mark.parametrize(
     ("remat", "is_packed", "calls"), [("minimal", False, 6), pytest.param("full", True, 8, marks=pytest.mark.matrix)]
 )
-def test_a_step_explained_holds_the_kernels(pod, remat, is_packed, calls):
+def test_explain_finds_the_tokamax_kernels(pod, remat, is_packed, calls):
     """Each of two layers has one forward and two backward kernels. With remat="full" the first runs twice."""
     pytest.importorskip("tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax")
     cfg = TransformerConfig(

@@ -172,7 +172,7 @@ def test_leaves_have_logical_names(one_device, framework, tied):
     assert {leaf.path: leaf.names for leaf in model.leaves()} == expected
 
 
-def test_an_error_names_all_rules_to_change_where_one_key_head_is_split_over_four_devices():
+def test_error_of_indivisible_key_heads_names_all_rules():
     cfg = CONFIG(num_kv_heads=1, vocab_size=32)
     mesh, strategy = mp.MeshSpec(data=2, tensor=4).build(), mp.ddp() | mp.tensor_parallel()
 
@@ -199,7 +199,7 @@ def test_layers_are_drawn_apart(one_device):
         assert not jax.tree.leaves(extra)
 
 
-def test_nothing_is_allocated_for_shapes():
+def test_abstract_allocates_no_arrays():
     module = nnx.eval_shape(lambda: Transformer(CONFIG(embed_dim=2**20, mlp_dim=2**20), rngs=nnx.Rngs(0)))
     assert module.layers.mlp.up.kernel.shape == (3, 2**20, 2**20)
 
@@ -213,7 +213,7 @@ def num_dots(jaxpr):
     return inner + sum(e.primitive.name == "dot_general" for e in jaxpr.eqns)
 
 
-def test_the_trace_does_not_grow_with_depth(one_device):
+def test_trace_does_not_grow_with_depth(one_device):
     sizes = []
     for num_layers in (4, 64):
         model = CONFIG(num_layers=num_layers).build()

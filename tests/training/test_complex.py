@@ -96,7 +96,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", cases("zb-h1", *list(RUNS)[:3], grid=RUNS))
-def test_every_engine_trains_as_with_pairs_of_real_numbers(name, in_pairs):
+def test_complex_parameters_train_like_pairs_of_reals(name, in_pairs):
     spec, strategy, options = RUNS[name]
     metrics, params = trained(PARAMS, spec=spec, strategy=strategy, **options)
     np.testing.assert_allclose(metrics, in_pairs[0], rtol=2e-5)  # float32, and losses from 229 to 30

@@ -104,7 +104,7 @@ def test_values_and_gradients_are_those_of_rounded_operands(product, word):
 
 @pytest.mark.parametrize("word", [None, *EMULATED])
 @pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
-def test_a_weights_gradient_leaves_its_matmul_in_the_reduction_dtype(word, reduce):
+def test_weight_gradients_have_the_reduction_dtype(word, reduce):
     """XLA reduces it in the dtype of the matmul. Other products are in the compute dtype."""
     rows, weight, g = (jnp.ones(shape, "bfloat16") for shape in ((8, 3), (3, 5), (8, 5)))
 

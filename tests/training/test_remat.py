@@ -81,7 +81,7 @@ def test_invalid_remat_is_an_error(by_path, remat, code, fix):
     assert fix in error.value.fix
 
 
-def test_the_kernel_s_results_are_kept_by_their_name():
+def test_remat_saves_kernel_results_by_name():
     """Blockwise attention is not run a second time where its result and log-sum-exp are kept."""
     from meshpar.collectives import blockwise_attention
 
@@ -122,7 +122,7 @@ def written(found):
 
 
 @pytest.mark.pod
-def test_the_table_is_what_is_compiled(pod):
+def test_remat_table_matches_compiled_programs(pod):
     found = rows(pod)
     of = {name: (gpu, host, flops) for name, gpu, host, flops in found}
     order = ("full", "save:attention", "save:query,key,value,attention", "dots", "minimal", "None")

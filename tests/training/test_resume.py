@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_second_ctrl_c_exits_at_once_even_when_stuck_outside_python(runs, tmp_path):
+def test_second_ctrl_c_exits_during_native_code(runs, tmp_path):
     pid = runs.start(tmp_path, hang_at=SAVE_EVERY + 1, grace_s=0)
 
     def wait_for(text: str) -> None:
@@ -137,7 +137,7 @@ def start_two(runs: Runs, folder: Path, **request) -> list[int]:
 
 
 @pytest.mark.matrix
-def test_two_processes_stop_together_pass_over_damage_together_and_one_goes_on(runs, whole, tmp_path):
+def test_two_processes_stop_and_skip_damage_together(runs, whole, tmp_path):
     pids = start_two(runs, tmp_path)
     runs.wait_for_steps(pids[0], tmp_path, SAVE_EVERY + 2)
     os.kill(pids[1], signal.SIGTERM)  # both processes stop

@@ -101,7 +101,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_that_is_shaped_like_a_parameter_lies_by_the_optimizers_rules(name):
+def test_state_shaped_like_a_parameter_uses_optimizer_rules(name):
     tx, kept, copies = OPTIMIZERS[name]
     table = mp.shardings(MODEL, MESH, STRATEGY, tx=tx)
     assert table["up/kernel"].spec == P(None, "tensor")  # which is not how the parameters lie
@@ -121,7 +121,7 @@ def test_state_that_is_shaped_like_a_parameter_lies_by_the_optimizers_rules(name
         assert owned == dict.fromkeys(kept, copies)
 
 
-def test_a_factored_moment_is_split_where_its_parameter_is():
+def test_factored_moments_are_sharded_like_their_parameter():
     table = mp.shardings(MODEL, MESH, STRATEGY, tx=optax.adafactor(1e-3, multiply_by_parameter_scale=False))
     found = {d.path.removeprefix("opt_state/0/"): (d.leaf.shape, P(*d.spec)) for d in table.optimizer}
     assert found["v_row/up/kernel"] == ((128,), P("fsdp"))
@@ -134,14 +134,14 @@ def test_a_factored_moment_is_split_where_its_parameter_is():
     assert found["v_row/up/bias"] == ((1,), P())
 
 
-def test_a_memory_of_updates_is_split_like_the_parameter():
+def test_stored_updates_are_sharded_like_the_parameter():
     table = mp.shardings(MODEL, MESH, STRATEGY, tx=optax.scale_by_lbfgs(memory_size=5))
     (found,) = [d for d in table.optimizer if d.path == "opt_state/diff_params_memory/up/kernel"]
     assert (found.leaf.shape, found.spec) == ((5, 128, 256), P(None, "fsdp", "tensor"))
     assert found.leaf.names == (None, "embed", "mlp")
 
 
-def test_a_list_kept_for_each_parameter_belongs_to_it():
+def test_lists_per_parameter_are_sharded_like_it():
     table = mp.shardings(MODEL, MESH, STRATEGY, tx=optax.sm3(0.1))
     assert {owner_of(d.path) for d in table.optimizer} == EVERYTHING
     assert not any(d.rule == "belongs to no parameter" for d in table.optimizer)
@@ -160,7 +160,7 @@ def test_names_of_parameters_that_are_names_of_state_too():
         assert found[f"opt_state/0/{moment}/mu/count"] == P("tensor", "fsdp")
 
 
-def test_a_model_that_is_one_array():
+def test_model_may_be_a_single_array():
     model = mp.from_functions(lambda key: jnp.zeros((8, 16)), lambda w: w, names={"": ("embed", "mlp")})
     table = mp.shardings(model, MESH, mp.fsdp() | mp.tensor_parallel(), tx=optax.adam(1e-3))
     assert [(d.path, d.spec) for d in table.optimizer] == [
@@ -263,7 +263,7 @@ def test_json_is_plain_and_complete(table):
     assert len(data["leaves"]) == len(NAMES) + 1
 
 
-def test_the_printed_table_shows_every_leaf_and_the_totals(table):
+def test_printed_table_shows_all_leaves_and_totals(table):
     text = str(table)
     for d in table.params:
         (row,) = [line for line in text.splitlines() if f" {d.path} " in line]
