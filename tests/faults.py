@@ -1,10 +1,10 @@
-"""Planted faults: each is put into a copy of the source, and `make test`'s own cases must catch it.
+"""Planted faults: each changes a copy of the source, and the cases of `make test` must catch it.
 
     python tests/faults.py                  # all of them, about half an hour
-    python tests/faults.py ring scale       # those whose names hold one of these words
+    python tests/faults.py ring scale       # faults whose names contain a word
 
-A fault names the test files that are about what it breaks. They are run with `make test`'s selection, so a fault that
-slips through is a hole in the quick tests, not in the grids.
+A fault lists the test files that should fail. Only cases of `make test` are run, so an undetected fault shows a gap in
+the quick tests.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ FAULTS = (
         "models/test_token_loss.py"),
     Fault("rotary embeddings turn one half only", "models/layers.py",
         "b_BTHF * cos_BT1F + a_BTHF * sin_BT1F", "b_BTHF * cos_BT1F", "models/test_layers.py"),
-    # Gradients through regions whose types are not checked (`check_vma=False`), each at what could be wrong in it.
+    # Gradients through regions with check_vma=False, where jax does not check types.
     Fault("unchecked: one device's gradient stands for all", "training/gradients/per_device.py",
         "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]", "training/test_step.py -k once"),
     Fault("unchecked: a gradient scattered inside a node alone", "training/gradients/zeropp.py",

@@ -384,7 +384,7 @@ def test_too_little_memory_and_deep_json_are_errors(tmp_path: Path) -> None:
     with pytest.raises(MeshparError, match="not valid JSON"):
         read_json(tmp_path / "deep.json", "it", "do")
     (tmp_path / "big.json").write_bytes(b"")
-    os.truncate(tmp_path / "big.json", 1 << 40)  # a hole: nothing is on the disk
+    os.truncate(tmp_path / "big.json", 1 << 40)  # a sparse file without disk blocks
     with pytest.raises(MeshparError, match="the limit is"):
         read_json(tmp_path / "big.json", "it", "do")
 

@@ -69,7 +69,7 @@ def test_zero2_scatters_gradients_inside_the_backward_loop(program, strategy):
     assert weights(found, "reduce-scatter", in_loop=True) == [("f32", LAYERS)] * MATRICES
     assert not weights(found, "all-reduce", in_loop=True)
     assert not weights(found, "all-reduce", in_loop=False)
-    # After the update each parameter is gathered once, outside every loop.
+    # After the update each parameter is gathered once, outside of loops.
     assert not weights(found, "all-gather", in_loop=True)
     assert len(weights(found, "all-gather", in_loop=False)) == MATRICES + TABLES + NORMS
 

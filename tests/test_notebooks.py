@@ -30,11 +30,11 @@ def run(path: Path, env: dict[str, str]) -> nbformat.NotebookNode:
         notebook,
         timeout=300,
         kernel_name="python3",
-        record_timing=False,  # times and widgets would change with every run
+        record_timing=False,  # times and widgets differ in each run
         store_widget_state=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
-    # A notebook asks for its own devices, as it does on a reader's machine.
+    # A notebook requests its devices itself.
     return client.execute(env={name: value for name, value in env.items() if name != "XLA_FLAGS"})
 
 

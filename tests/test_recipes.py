@@ -1,4 +1,4 @@
-"""Every recipe loads, lies on its mesh and says what it is; the small ones train."""
+"""Recipes load, are documented and fit their mesh. Small recipes train."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_recipe_is_short_documented_and_sharded(file):
     json.dumps(recipe.to_json())
     if not file.stem.startswith(("llama", "mixtral", "deepseek")):
         return
-    # What has experts is split over all devices; with experts there, the rest is whole over their axes.
+    # Experts are sharded over all devices. Other parameters are replicated over the axes of the experts.
     owned = sum(d.leaf.size for d in table.params if "expert" in (d.leaf.names or ()))
     axes = set(PAIR) if recipe.strategy == mp.fsdp(prefetch=1) | mp.expert_parallel(axis=PAIR) else {"expert"}
     everywhere = mesh.size // math.prod(mesh.shape[axis] for axis in {"data"} - axes)
@@ -90,7 +90,7 @@ def test_moe_stdlib_shows_the_load_of_its_experts(tmp_path):
     assert outcome.reason == "done"
     first, last = (json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()[:2])
     numbers = last["moe/layers"]
-    # Every one of 8 rows of 32 tokens chose two of 16 experts, in one layer; four ranks own four experts each.
+    # Each of 8 × 32 tokens has two of 16 experts in a layer. Four ranks have four experts each.
     assert sum(numbers["expert_tokens"][0]) == sum(numbers["rank_tokens"][0]) == 2 * 8 * 32
     assert (len(numbers["expert_tokens"][0]), len(numbers["rank_tokens"][0])) == (16, 4)
     assert first["moe/expert_max_over_mean"] > 1

@@ -60,7 +60,7 @@ def test_bench_has_a_row_for_each_algorithm_and_xla(measured):
         "reduce_scatter": ("ring",),
         "all_to_all": ("direct",),
     }
-    sizes = 96, 104  # a whole number of elements for each rank: 100 bytes are 12.5 float32 each
+    sizes = 96, 104  # 100 bytes are 12.5 float32 per rank, which are rounded
     assert {(name, algorithm) for name, algorithm, _ in found} == {
         (name, algorithm) for name, algorithms in ours.items() for algorithm in (XLA, *algorithms)
     }
@@ -126,7 +126,8 @@ def test_bench_rotates_the_first_algorithm():
     assert rounds == [*"abc", *"bca", *"cab"]
     assert {len(times) for times in found.values()} == {3}
     times = order[-1][1]
-    assert found["a"] == [pytest.approx((1.0 + times - 1.0) / times)] * 3  # less what a run without it takes
+    # The time of a run without the collective is subtracted.
+    assert found["a"] == [pytest.approx((1.0 + times - 1.0) / times)] * 3
 
 
 def test_bench_sizes_grow_geometrically():
@@ -259,7 +260,7 @@ def test_bench_warns_of_poor_fits_and_drops_useless_ones(command, monkeypatch, t
         found_code, out, error = command("--save", profile)
         assert (found_code, profile.exists()) == (code, code == 0)
         assert said in error
-        assert "all_reduce sum over data=8" in out  # what was measured is shown all the same
+        assert "all_reduce sum over data=8" in out  # the finished measurements are printed
 
 
 def test_bench_command_runs_on_devices(command):

@@ -220,7 +220,7 @@ def test_jax_detects_the_coordinator_of_open_mpi(monkeypatch: pytest.MonkeyPatch
         "process_id": 1,
         "local_device_ids": (1,),
         "cluster_detection_method": "ompi",
-        "initialization_timeout": 67,  # its own end is an abort: ours comes first
+        "initialization_timeout": 67,  # jax aborts at its timeout, so meshpar's timeout is shorter
     }
 
 
@@ -268,7 +268,7 @@ def test_two_processes_join_and_sum() -> None:
     [
         ("127.0.0.1:5", "127.0.0.1", "127.0.0.1:5"),
         ("localhost:5", "127.0.0.1", "127.0.0.1:5"),
-        ("this-host:5", "127.0.1.1", "[::]:5"),  # as Debian resolves a host's own name: others could not connect
+        ("this-host:5", "127.0.1.1", "[::]:5"),  # Debian's address of the host name, which others cannot reach
         ("forwarded:5", "203.0.113.7", "[::]:5"),  # no interface of this machine
     ],
 )

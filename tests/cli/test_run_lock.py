@@ -72,7 +72,7 @@ def test_lock_file_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
 def test_run_folder_linked_by_another_user_is_an_error(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "mine")
-    with lock(tmp_path / "run"):  # the user's own link is allowed
+    with lock(tmp_path / "run"):  # a link of the user is allowed
         pass
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with raises("conflict", "run "), lock(tmp_path / "run"):

@@ -171,7 +171,7 @@ def test_custom_gpu_rejects_impossible_figures(field, value):
 def test_measured_returns_the_link_of_an_axis():
     assert MEASURED.measured(["tensor"]) == FAST
     assert MEASURED.measured(["tensor"], permute=True) == MESSAGE
-    assert MEASURED.measured(["data"], permute=True) == SLOW  # what XLA's collectives saw is better than nothing
+    assert MEASURED.measured(["data"], permute=True) == SLOW  # the link that XLA's collectives measured
     assert MEASURED.measured(["fsdp"]) is None
     assert MEASURED.measured([]) is None
 

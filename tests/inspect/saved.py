@@ -1,7 +1,8 @@
-"""Programs compiled for GPUs and kept, so that `make test` reads them and compiles none. `make test-rest` compiles each
-again and compares what it sends.
+"""Programs compiled for GPUs, stored so that `make test` does not compile them.
 
-    make programs          # after a change of what steps send, or of planted.py; needs the `aot` extra
+`make test-rest` compiles them again and compares the collectives.
+
+    make programs          # after a change of collectives or of planted.py; needs the `aot` extra
 """
 
 from __future__ import annotations

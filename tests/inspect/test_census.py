@@ -46,7 +46,7 @@ def summary(found):
     return Counter((c.kind, c.axes, c.dtype, c.payload_bytes, c.bytes_sent_per_device, c.count_per_step) for c in found)
 
 
-# Saved programs. In `scan` an all-gather brings both weights, [8,32] and [32,8] on a device, of one layer.
+# Saved programs. In `scan` an all-gather combines both weights of a layer, with local shapes [8,32] and [32,8].
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,4 +1,4 @@
-"""Each planted mistake gives one finding, with its rule and place; correct programs give none."""
+"""Each planted mistake causes a finding with its rule and module. Correct programs cause no finding."""
 
 from __future__ import annotations
 

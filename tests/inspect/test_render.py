@@ -102,7 +102,7 @@ def test_text_contains_the_report(report):
     for note in report.notes:
         assert note in " ".join(text.split())
     assert repr(report) == "<Report: fsdp() on 8 devices, cpu, as expected>"
-    assert "OVERLAP" not in text  # there is no timeline for a CPU; the notes give the reason
+    assert "OVERLAP" not in text  # a CPU program has no timeline; the notes state the reason
     assert report.overlap.reason in " ".join(text.split())
 
 

@@ -1,7 +1,7 @@
-"""Writes small random models of each family and their logits by transformers: `python -m tests.interop.make_golden`.
+"""Write small random models of each family and their logits: `python -m tests.interop.make_golden`.
 
-Needs torch and transformers (4.57), which the tests do not. A file holds a model's config.json, its weights as bfloat16
-and the logits that transformers computes of them in float32. `router_loss.json` (transformers 5.24) holds the auxiliary
+The script needs torch and transformers (4.57), the tests do not. A file contains a model's config.json, its weights in
+bfloat16, and float32 logits of transformers. `router_loss.json` (transformers 5.24) contains the auxiliary
 losses of routers. `python -m tests.interop.make_golden router_loss` writes that file only.
 
 `python -m tests.interop.make_golden odd [FAMILY...]` writes `golden/odd` (transformers 5.24, torch 2.13): models with

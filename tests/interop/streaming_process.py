@@ -1,6 +1,6 @@
-"""Reads a checkpoint of so many bytes over eight host devices and prints what it took of memory: a process of its own.
+"""Script that reads a checkpoint of a given size over eight host devices and prints its memory use.
 
-`RssAnon` is what the process itself holds. Pages of a mapped file are the kernel's to drop, and are counted apart.
+`RssAnon` is the memory of the process itself. The kernel may drop pages of mapped files, which are counted separately.
 """
 
 from __future__ import annotations

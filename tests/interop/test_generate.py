@@ -1,4 +1,4 @@
-"""Text of a folder's model: token by token what the full forward pass gives, on the mesh."""
+"""Generated text of a folder's model on a mesh equals greedy decoding with full forward passes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def logits_of(state, tokens) -> np.ndarray:
         with mp.use_rules(setup.mesh, setup.strategy):
             return state.bound()(tokens)
 
-    rows = np.resize(np.arange(len(tokens)), 8)  # a number that every mesh here divides
+    rows = np.resize(np.arange(len(tokens)), 8)  # divisible by all meshes in this file
     return np.asarray(jax.jit(run)(state, tokens.astype(np.int32)[rows]))[: len(tokens)]
 
 

@@ -1,4 +1,4 @@
-"""Reading holds a model's shards and little more: of 3 GB over eight host devices, all of one process."""
+"""Reading a model needs memory for its shards and little more: 3 GB over eight host devices of a process."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_latent_heads(case):
 
 
 def test_packed_sequences_have_the_logits_they_have_alone():
-    """Positions begin anew and nothing is seen across; the window is longer than what a sequence has before it."""
+    """Positions restart in each sequence, and attention does not cross sequences."""
     cfg = config(attention="blockwise", attention_window=None)
     with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
         model, tokens = cfg.build(), packed()["inputs"][:1]

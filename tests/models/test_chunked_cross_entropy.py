@@ -1,4 +1,4 @@
-"""Cross entropy by chunks of the vocabulary: whole logits' values and gradients, and a program that holds no such."""
+"""Cross entropy in chunks of the vocabulary: values and gradients of full logits, without full logits in memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TIGHT = {"rtol": 1e-6, "atol": 1e-6}
 
 
 @pytest.mark.parametrize(("vocab_dim", "chunk", "cap"), [(0, 16, None), (1, 25, 2.0), (1, 1000, None)])
-def test_values_and_gradients_are_those_of_whole_logits(vocab_dim, chunk, cap):
-    """Also where the last chunk is filled up; cotangents of both results, each its own for every token."""
+def test_chunked_loss_matches_full_logits(vocab_dim, chunk, cap):
+    """Cases include a padded last chunk. Cotangents of both results differ by token."""
     rng = np.random.default_rng(0)
     h = rng.normal(size=(*TOKENS, WIDTH)).astype(np.float32)
     matrix = rng.normal(size=(VOCAB, WIDTH) if vocab_dim == 0 else (WIDTH, VOCAB)).astype(np.float32)

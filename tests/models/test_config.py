@@ -23,14 +23,14 @@ MOE = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=8)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_num_params_is_the_real_count(tied):
+def test_num_params_counts_all_parameters(tied):
     cfg = TransformerConfig(**SIZES, tied_embeddings=tied)
     assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())
 
 
 @pytest.mark.parametrize(("seq_len", "tied"), cases((64, True), grid=[(32, False), (64, True)]))
 def test_flops_are_those_of_the_compiled_program(seq_len, tied):
-    # One layer, because XLA's analysis counts a loop's body once; and whole, unmasked attention, as "xla" computes it.
+    # XLA's analysis counts the body of a loop once, so there is one layer. attention="xla" computes all scores.
     cfg = TransformerConfig(
         vocab_size=256, num_layers=1, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=192,
         tied_embeddings=tied,

@@ -1,5 +1,7 @@
-"""cuDNN's attention given each device's own rows and heads: equal on host devices, where plain attention stands in for
-the library, and compiled for GPUs that are not here, where it is the library's."""
+"""cuDNN attention on the local examples and heads of each device.
+
+Values are tested on host devices with plain attention in place of the library. Programs are compiled for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ GRID = {
 }
 EACH = [pytest.param(FSDP_TP, id="fsdp, tensor")]
 EACH += [pytest.param(case, id=name, marks=pytest.mark.matrix) for name, case in GRID.items()]
-# Not the second: with keys whole by hand, XLA splits their weight's gradient over `tensor`, whatever attends.
+# Without the second case: if a rule replicates keys, XLA shards the gradient of their weight over `tensor`.
 COMPILED = [EACH[0], *EACH[2:]]
 LATENT = LatentAttention(q_rank=None, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8)
 
@@ -160,7 +162,7 @@ def test_ring_of_cudnn_tiles_is_compute_bound(pod_with_cudnn):
     strategy = mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel()
     spec = mp.MeshSpec(fsdp=8, context=8)
     report, program = explained(pod_with_cudnn, cfg, spec, strategy, {}, (8, 131072), "h100:8x8")
-    # 3 tiles of a rank's own and 2 of every other's; forward, again forward, and backward, in both layers.
+    # A rank has 3 tiles of local keys and 2 of each of 7 other ranks, in two layers.
     tiles = 2 * (3 + 2 * 7)
     assert report.compute.library_calls == {"__cudnn$fmhaSoftmax": 2 * tiles, "__cudnn$fmhaSoftmaxBackward": tiles}
     assert not [one for one in work.largest_temporaries(program.module, 1000) if "8192,8192]" in one.shape]

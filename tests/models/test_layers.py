@@ -66,7 +66,7 @@ YARN = [
     ((16, 1e4, 40.0, 4096, 32.0, 1.0), [1, 0.316228, 0.1, 0.0239147, 0.005125, 0.000849862, 2.5e-05, 7.90569e-06]),
     # The ramp begins before the first pair.
     ((8, 500.0, 4.0, 16, 32.0, 1.0), [1, 0.0528686, 0.0111803, 0.00236435]),
-    # It ends behind twice the pairs, where it is cut.
+    # The ramp would end after the last pair, so it is clipped.
     ((12, 100.0, 8.0, 131_072, 1e4, 1.0), [1, 0.427237, 0.181168, 0.0761364, 0.0316472, 0.0129756]),
     # It begins and ends at the first pair.
     ((12, 1e4, 8.0, 6, 32.0, 1.0), [1, 0.0269304, 0.00580199, 0.00125, 0.000269304, 5.80199e-05]),

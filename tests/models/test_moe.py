@@ -78,7 +78,7 @@ def check_equal(cfg, framework, case, **options):
         (mixtral_like, "linen", EXPERTS, {}),
         (deepseek_like, "nnx", SHARDED, {}),
         (deepseek_like, "linen", SHARDED, {}),
-        # Stages hold layers, and ranks of `expert` hold batches. The bias follows the counts of all microbatches.
+        # Layers are sharded over stages, and examples over `expert`. The bias uses the counts of all microbatches.
         (functools.partial(deepseek_like, losses={}), "nnx", STAGES, {}),
         (deepseek_like, "nnx", (SHARDED[0], SHARDED[1] | mp.tensor_parallel(sequence=True)), {"remat": "full"}),
         (deepseek_like, "nnx", SHARDED, {"remat": "dots"}),
@@ -132,7 +132,7 @@ def test_evaluation_has_no_expert_loss_and_keeps_the_state():
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_decoding_with_a_cache_equals_the_full_sequence(framework):
-    """Greedy tokens by the cache are those of whole sequences; rooms at experts are not for one token after another."""
+    """Greedy decoding with a cache equals full sequences without a capacity, which decoding ignores."""
     full = Routing(num_experts=8, top_k=2, capacity_factor=0.25)
     cfg = mixtral_like(moe=MoEConfig(routing=full, mlp_dim=8, **LOSSES))
     free = mixtral_like(moe=MoEConfig(routing=dataclasses.replace(full, capacity_factor=None), mlp_dim=8, **LOSSES))

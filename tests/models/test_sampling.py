@@ -44,7 +44,7 @@ def one_device():
 
 @functools.cache
 def greedy_by_hand(num_tokens):
-    """The whole forward pass anew for every token, over a sequence filled up with tokens that nothing sees."""
+    """Run the full forward pass for each token, on a sequence that is padded after the current token."""
     tokens = np.pad(PROMPT, ((0, 0), (0, num_tokens)))
     with mp.use_rules(one_device(), mp.ddp()):
         logits = functools.partial(jax.jit(lambda params, tokens: model().bind(params, {})(tokens)), params())

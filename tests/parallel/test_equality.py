@@ -1,7 +1,7 @@
-"""Sharded equals single-device: five Adam steps of a decoder under every strategy, for NNX, Linen and functions.
+"""Five Adam steps of a decoder under each strategy equal a single device, for NNX, Linen and functions.
 
-Float64 shows that the mathematics is the same: losses and every parameter to 1e-9, though sums over devices are taken
-in another order. Float32 is what people run: losses to 1e-5.
+In float64, losses and parameters agree to 1e-9 although sums over devices have a different order. In float32, losses
+agree to 1e-5.
 """
 
 from __future__ import annotations

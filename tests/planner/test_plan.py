@@ -205,7 +205,7 @@ def off_axes(case):
 
 @pytest.mark.pod  # tracing requires cuDNN
 def test_attention_and_fp8_casts_are_timed_separately():
-    """Attention of one example on one GPU has its own rates, and 2.5 times the FLOPs in the backward pass."""
+    """Attention has separate rates, and its backward pass has 2.5 times the FLOPs of the forward pass."""
     gpu = parse_cluster("h100:1x1").gpu
     config = dataclasses.replace(CONFIG, num_layers=2, head_dim=64, attention="cudnn")
     times = {}

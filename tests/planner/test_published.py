@@ -40,8 +40,9 @@ TITAN_OLD = "torchtitan, docs/performance.md, 2024"
 BRIDGE_26 = "Megatron-Bridge, docs/performance-summary.md, 2026, FP8-CS; batch and recomputation are assumed"
 BRIDGE = "Megatron-Bridge, docs/performance-summary.md, 25.11, FP8-CS; it does not state recomputation"
 SELECTIVE = ("key", "out", "up")
-"""torchtitan's selective recomputation saves every other matmul with a weight, and attention. These are recomputed in
-addition to those of `minimal`, which recomputes none."""
+"""Matmuls that torchtitan's selective recomputation recomputes, which `minimal` saves.
+
+torchtitan saves attention and every second matmul with a weight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.sharding.units import human_bytes
 from meshpar.training.sharding_table import spec_text
 
-# Every dim has a size of its own, so that a factored moment tells which dims it kept.
+# All dims have different sizes, so that the shape of a factored moment shows its dims.
 SHAPES = {
     "up": {"kernel": (128, 256), "bias": (256,)},
     "down": {"kernel": (256, 128), "bias": (128,)},
@@ -63,7 +63,7 @@ def owner_of(path: str) -> str | None:
     return max(found, key=len) if found else None
 
 
-# ---- Optimizer state follows its own rules ---------------------------------------------------------------------------
+# ---- Rules for optimizer state ---------------------------------------------------------------------------------------
 
 # name -> (optimizer, paths of parameters whose state it keeps, copies of each)
 EVERYTHING = set(FOLLOWED)
@@ -130,7 +130,7 @@ def test_factored_moments_are_sharded_like_their_parameter():
     assert found["v_row/stack/kernel"] == ((3, 128), P(None, "fsdp"))
     assert found["v_col/stack/kernel"] == ((3, 512), P(None, "tensor"))
     assert found["v/up/bias"] == ((256,), P("tensor"))
-    assert found["v/up/kernel"] == ((1,), P())  # the place of what is factored
+    assert found["v/up/kernel"] == ((1,), P())  # placeholder of a factored moment
     assert found["v_row/up/bias"] == ((1,), P())
 
 
@@ -185,7 +185,7 @@ def test_optimizer_state_is_born_in_its_shards(name):
 
 
 def test_optimizer_state_of_another_shape_is_replicated_if_small():
-    def doubled():  # keeps every array twice, side by side
+    def doubled():  # concatenates two copies of each array
         return optax.GradientTransformation(
             lambda params: {"twice": jax.tree.map(lambda p: jnp.zeros((2 * p.size,)), params)},
             lambda grads, state, params=None: (grads, state),
@@ -199,7 +199,7 @@ def test_optimizer_state_of_another_shape_is_replicated_if_small():
         mp.shardings(MODEL, MESH, STRATEGY.replace(big_leaf_bytes=2**18), tx=doubled())
 
 
-# ---- What a model keeps beside parameters ----------------------------------------------------------------------------
+# ---- State of a model ------------------------------------------------------------------------------------------------
 
 
 def with_statistics() -> mp.Model:

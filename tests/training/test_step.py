@@ -309,7 +309,7 @@ def test_other_state_is_averaged_over_devices(engine):
     spec, strategy, options = LOCAL_ROWS[engine]
     state = make_state(spec, strategy, model=mp.from_nnx(WithoutNorm))
     state, _ = mp.train_step(lambda model, x, key: (mp.SumLoss(model(x).sum()), {}), **options)(state, INPUTS)
-    by_micro_step = INPUTS.reshape(8, options.get("accumulate", 1), -1, EMBED)  # every device keeps its own rows
+    by_micro_step = INPUTS.reshape(8, options.get("accumulate", 1), -1, EMBED)  # examples stay on their devices
     np.testing.assert_allclose(state.extra["seen"], by_micro_step[:, -1].mean((0, 1)), rtol=1e-5)
 
 

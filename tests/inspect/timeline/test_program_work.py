@@ -32,7 +32,7 @@ def compiled(function, *shapes):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_scanned_model_flops_equal_closed_form(saved, programs, platform, version):
     module = saved["scan", platform, version]
-    # Two matmuls forward, four backward, in every layer, on one of eight devices.
+    # Each layer has two matmuls in the forward pass and four in the backward pass, sharded over eight devices.
     expected = programs.LAYERS * 6 * 2 * programs.BATCH * programs.EMBED * programs.HIDDEN // 8
     assert work.flops_per_step(module) == expected
     found = work.matmuls(module)
@@ -189,7 +189,7 @@ def test_shapes_in_loop_body(saved, programs, version):
     local = programs.HIDDEN // 2
     gathered = with_shape(forward, (programs.EMBED, local), "bf16")
     assert {"all-gather", "all-gather-start", "all-gather-done"} & {ins.opcode for ins in gathered}
-    # No device holds a whole weight, [32, 64], in either loop; nor the gathered one as float32.
+    # No device has a full weight, [32, 64], in a loop, or a gathered weight in float32.
     for body in (forward, backward):
         assert not with_shape(body, (programs.EMBED, programs.HIDDEN))
         assert not with_shape(body, (programs.EMBED, local), "f32")
