@@ -337,8 +337,10 @@ def as_strategy(rules: Strategy | Rules) -> Strategy:
         name, fix = getattr(rules, "__name__", rules), "write mp.fsdp() or mp.Rules(...)"
         if isinstance(name, str):
             fix = f"write mp.{name}()" if name in PRESETS else f"{fix}, or parse_strategy(text); {near(name, PRESETS)}"
-        reason = f"expected a Strategy or Rules, got {type(rules).__name__}"
-        raise problem("strategy", f"use {name}", reason, fix, code="wrong-type")
+        reason = f"it is a {type(rules).__name__}, not a Strategy or Rules"
+        raise problem(
+            "strategy", f"use {name!r}" if isinstance(rules, str) else f"use {name}", reason, fix, code="wrong-type"
+        )
     return Strategy((Bare(rules),))
 
 
@@ -387,7 +389,7 @@ def _evaluate(node: object, text: str) -> Strategy:
         return _evaluate(node.left, text) | _evaluate(node.right, text)
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name):
-        raise _unreadable(text, "it is not presets joined with `|`")
+        raise _unreadable(text, "only presets joined with `|` are supported")
     make = _preset(f"strategy `{text[:100]}`", name.id)
     if isinstance(node, ast.Call) and node.args:
         raise _unreadable(text, f"`{name.id}` takes its arguments by name")

@@ -71,7 +71,7 @@ class Zero(Parallelism):
         return RuleSets(params, grads, sharded, activations(self.stage))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        fix = "use fsdp(), which is equivalent without replication"
+        fix = "use fsdp(), which does the same without replicas"
         return (RequiredAxis(axis="data", strategy="hsdp()", fix=fix),) if self.stage == "hsdp" else ()
 
     @classmethod

@@ -122,10 +122,15 @@ def near(word: str, options: Iterable[Any]) -> str:
     return f"known: {shown}" if names else "none are known"
 
 
-def near_or(word: str, options: Iterable[Any], otherwise: str) -> str:
-    """Return the hint of `near`, followed by a fix in case the word is not a typo."""
+def near_or(word: str, options: Iterable[Any], otherwise: str, *, list_known: bool = True) -> str:
+    """Return the hint of `near`, followed by a fix in case the word is not a typo.
+
+    Set `list_known` to False if the message already lists the known words.
+    """
     hint = near(word, options)
-    return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
+    if hint.endswith("?"):
+        return f"{hint} If not, {otherwise}"
+    return f"{otherwise} ({hint})" if list_known else otherwise
 
 
 def named(f: Any) -> str:

@@ -74,8 +74,9 @@ class MeshSpec(Mapping[str, int]):
         inside_node = (inside_node,) if isinstance(inside_node, str) else inside_node
         where = f"MeshSpec(inside_node={inside_node!r})"
         if not isinstance(inside_node, Sequence) or not all(isinstance(name, str) for name in inside_node):
-            fix = 'write inside_node=("tensor",), or inside_node=() to allow that axes cross nodes'
-            raise problem(where, "keep these axes inside a node", "it must be a tuple of axes", fix, code="wrong-type")
+            fix = 'write inside_node=("tensor",), or inside_node=() to let all axes cross nodes'
+            reason = "the value must be a tuple of axis names"
+            raise problem(where, "keep these axes inside a node", reason, fix, code="wrong-type")
         for name in set(inside_node) - set(all_sizes):
             requested, reason = f"keep `{name}` inside a node", f"the mesh has no axis `{name}`"
             raise problem(where, requested, reason, near(name, all_sizes), code="unknown-axis")
@@ -217,7 +218,7 @@ class MeshSpec(Mapping[str, int]):
             if sizes[axis] > 1 and any(size % span for size in node_sizes):
                 where, per_node = f"mesh axis `{axis}` ({sizes[axis]})", "/".join(map(str, sorted(node_sizes)))
                 reason = f"it spans {span} neighboring devices, and a node has {per_node}"
-                fix = f"choose a divisor of {min(node_sizes)}, or allow that axes cross nodes with inside_node=()"
+                fix = f"choose a divisor of {min(node_sizes)}, or let all axes cross nodes with inside_node=()"
                 raise problem(where, "stay inside a node", reason, fix, code="indivisible")
 
 

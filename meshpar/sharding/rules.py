@@ -557,7 +557,9 @@ def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:
     dims = rule.value.names if is_names else rule.value
     if len(dims) > ndim or (is_names and len(dims) < ndim and not rule.value.and_more):
         reason = f"it has {ndim} dims, not {len(dims)}"
-        fix = "restrict the pattern, or write an entry for each dim; names() with a final `...` keeps the other names"
+        fix = "write a pattern that does not match this leaf"
+        fix += f", or {'' if is_names else 'at most '}{ndim} entries" if ndim else ""
+        fix += "; if names() ends with `...`, the remaining dims keep their names" * is_names
         where, requested = f"`{leaf.path}` of shape {leaf.shape}", f"apply {rule.value!r} of path rule `{rule.key}`"
         raise problem(where, requested, reason, fix, code="wrong-shape")
     if is_names:
@@ -629,10 +631,10 @@ def _shard_largest(
     is_free = not any(axis in spec_axes(entry) for axis in largest.axes for entry in entries)
     dims = [dim for dim, size in enumerate(leaf.shape) if dim >= start and size and size % count == 0 and is_free]
     if not dims:
-        return f"{largest.origin}: no dim divides by {count}", []
+        return f"{largest.origin}: no dim is divisible by {count}", []
     dim = max(dims, key=lambda d: (leaf.shape[d], -d))
     entries[dim] = largest.axes[0] if len(largest.axes) == 1 else largest.axes
-    return f"{largest.origin}: largest dim that divides ({dim})", [_Rule(LARGEST_DIM, largest.axes, largest.origin)]
+    return f"{largest.origin}: largest divisible dim ({dim})", [_Rule(LARGEST_DIM, largest.axes, largest.origin)]
 
 
 class _Placement:
@@ -700,11 +702,15 @@ class _Placement:
 
     def _place_first(self, dim: int, value: First) -> None:
         leaf, sizes, label = self.leaf, self.sizes, self.labels[dim]
+        reasons = []
         for axes in value.alternatives:
             count = math.prod(_size_of(axis, leaf, dim, label, sizes) for axis in spec_axes(axes))
             if self._is_free(axes) and leaf.shape[dim] % count == 0:
                 return self._place(dim, axes)
-        reason = f"no alternative is free and divides {leaf.shape[dim]}, on a mesh with {_mesh_text(sizes)}"
+            used = next((axis for axis in spec_axes(axes) if axis in self.dim_of), None)
+            indivisible = f"{leaf.shape[dim]} is not divisible by {count}, the size of {axes!r}"
+            reasons.append(indivisible if used is None else f"`{used}` already shards dim {self.dim_of[used]}")
+        reason = " and ".join(dict.fromkeys(reasons))
         fix = f"end with None to allow a replicated dim: first({', '.join(map(repr, value.alternatives))}, None)"
         requested = f"choose from the alternatives ({label})"
         raise problem(_dim_text(leaf, dim), requested, reason, fix, code="indivisible")
@@ -721,7 +727,7 @@ def fewer_devices(size: int, axes: Mapping[str, int]) -> str:
 def _size_of(axis: str, leaf: Leaf, dim: int, label: str, sizes: dict[str, int]) -> int:
     if axis not in sizes:
         requested, reason = f"shard over mesh axis `{axis}` ({label})", f"the mesh has {_mesh_text(sizes)}"
-        fix = near_or(axis, sizes, f"name an axis of the mesh, or add this one: MeshSpec({axis}=...)")
+        fix = near_or(axis, sizes, f"name an axis of the mesh, or add this one: MeshSpec({axis}=...)", list_known=False)
         raise problem(_dim_text(leaf, dim), requested, reason, fix, code="unknown-axis")
     return sizes[axis]
 

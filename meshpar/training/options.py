@@ -74,7 +74,9 @@ class StepOptions:
         check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
         check_positive_int("train_step", "the number of batch slices", interleave=self.interleave)
         modes = ("each_microbatch", "once_across_groups", "once", None)
-        check_choice("train_step", "the time of the gradient reduction", modes, reduce_gradients=self.reduce_gradients)
+        check_choice(
+            "train_step", "the time at which gradients are reduced", modes, reduce_gradients=self.reduce_gradients
+        )
         reactions = ("raise", "skip", "ignore")
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)
         check_choice("train_step", "the meaning of a scalar loss", (None, MEAN_OVER_EXAMPLES), loss_is=self.loss_is)

@@ -434,7 +434,7 @@ def _check_rules_used(
         ]
         # Names of activations are known only during a trace, so rules for the standard names are accepted.
         for name in (name for name in rules.user_names if name not in names and name not in ACTIVATION_NAMES):
-            fix = near_or(name, names, "use a name of the model, or for activations Strategy.activations")
+            fix = near_or(name, names, "use a name of the model; rules for activations belong in Strategy.activations")
             unmatched.append((f"rule for the name `{name}`", fix))
         for where, fix in unmatched:
             raise problem(where, "apply it", "no leaf of the model matches", fix, code="unmatched-rule")
@@ -450,17 +450,23 @@ def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequenc
         if keys[origin] == [LARGEST_DIM]:  # the user replaced its rules for names, and all leaves have names
             continue
         examples = ", ".join(f"`{leaf.path}`" for leaf in leaves[:3]) + (", …" if len(leaves) > 3 else "")
-        by_size = LARGEST_DIM in keys[origin]
-        indivisible = any(d.rule.startswith(f"{origin}: no dim divides") for d in decisions)
-        condition = "has such a name" + (" or is large enough" + " and divisible" * indivisible if by_size else "")
-        reason = f"none of the model's {len(leaves)} leaves ({examples}) {condition}; their names are "
-        reason += ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+        by_size, wanted = LARGEST_DIM in keys[origin], [key for key in keys[origin] if key != LARGEST_DIM]
+        indivisible = any(d.rule.startswith(f"{origin}: no dim is divisible") for d in decisions)
+        condition = "has a dim of such a name" * bool(wanted) + " or" * (by_size and bool(wanted))
+        condition += (" is large enough" + " and divisible" * indivisible) * by_size
+        reason = f"none of the model's {len(leaves)} leaves ({examples}) {condition.strip()}; "
+        reason += (
+            "their dims are named " + ", ".join(f"`{name}`" for name in sorted(names))
+            if names
+            else "their dims have no names"
+        )
         fix = "annotate the model, or add rules by path: mp.Rules(paths={r'.*/kernel': mp.names(...)})"
         if indivisible:
             fix += "; or pad a dim, change the size of the axis, or replicate all leaves with mp.ddp()"
         elif by_size:
             fix += f"; or shard small leaves too: mp.{origin}(min_bytes=0)"
-        requested = f"shard leaves by {', '.join(f'`{key}`' for key in keys[origin])}"
+        by_name = f"dims named {', '.join(f'`{key}`' for key in wanted)}" if wanted else ""
+        requested = "shard " + " or ".join(filter(None, (by_name, "the largest dim of leaves without names" * by_size)))
         raise problem(f"strategy {origin}", requested, reason, fix, code="unmatched-rule")
 
 
@@ -472,9 +478,10 @@ def _check_replication(decision: Decision, strategy: Strategy, mesh: AnyMesh) ->
         return
     used = {axis: size for axis, size in sizes.items() if size > 1}
     idle = sorted(set(axes_of_spec(decision.spec)) - used.keys())
-    cause = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"reason: {decision.rule}"
-    where = f"`{leaf.path}` ({leaf.dtype.name}{list(leaf.shape)}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
-    reason = f"it would be replicated on all devices, and no rule requests that ({cause})"
+    cause = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else decision.rule
+    named = f"names {leaf.names}" if leaf.names else "no names"
+    where = f"`{leaf.path}` ({leaf.dtype.name}{list(leaf.shape)}, {human_bytes(leaf.nbytes)}, {named})"
+    reason = f"it would be replicated on all devices ({cause}), and no rule requests replication"
     fix = f"shard a dim with a rule, or replicate it with mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}})"
     if leaf.path.startswith("opt_state/"):
         fix = "use an optimizer whose state has the dims of its parameters"

@@ -263,7 +263,10 @@ class TrainState:
 
 def check_state(where: str, state: Any) -> None:
     """Check that `state` is a `TrainState` with live buffers."""
-    reason, fix = f"it is a {type(state).__name__}", "pass the TrainState that mp.init_state(...) returns first"
+    reason, fix = (
+        f"it is a {type(state).__name__}",
+        "pass the TrainState that mp.init_state(...) or the previous step returned",
+    )
     check_cases(where, "use the training state", "wrong-type", (not isinstance(state, TrainState), reason, fix))
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
     reason = "its buffers were deleted or donated: a training step donates the buffers of its input state"

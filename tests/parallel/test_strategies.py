@@ -158,10 +158,10 @@ def test_presets_work_on_plain_meshes_with_some_axes(sizes, axes, strategy):
 def test_unnamed_leaves_are_sharded_on_the_largest_dim(strategy):
     table = mp.shardings(UNNAMED, mp.MeshSpec(data=2, fsdp=4).abstract(), strategy)
     name = strategy.label.removesuffix("()")
-    assert (table["big"].spec, table["big"].rule) == (P(None, "fsdp"), f"{name}: largest dim that divides (1)")
+    assert (table["big"].spec, table["big"].rule) == (P(None, "fsdp"), f"{name}: largest divisible dim (1)")
     assert table["bias"].rule == table["odd"].rule == f"{name}: small, replicated"
     table = mp.shardings(UNNAMED, mp.MeshSpec(fsdp=4).abstract(), mp.fsdp(min_bytes=0))
-    assert (table["bias"].spec, table["odd"].rule) == (P("fsdp"), "fsdp: no dim divides by 4")
+    assert (table["bias"].spec, table["odd"].rule) == (P("fsdp"), "fsdp: no dim is divisible by 4")
 
 
 # ---- Presets without an effect ---------------------------------------------------------------------------------------

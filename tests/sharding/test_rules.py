@@ -177,7 +177,7 @@ def test_indivisible_unnamed_leaves_are_replicated(shape):
     decision = resolve(leaf(*shape), largest("fsdp"), MESH)
     assert decision.spec == P(*[None] * len(shape))
     assert (decision.shards, decision.replicated_on_purpose) == (1, False)
-    assert decision.rule == "zero: no dim divides by 4"
+    assert decision.rule == "zero: no dim is divisible by 4"
 
 
 def test_small_unnamed_leaves_are_replicated():
