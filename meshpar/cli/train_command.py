@@ -134,10 +134,12 @@ def train(
       ValueError: if the recipe does not fit its devices or data, or differs from the recipe of the run to resume.
     """
     check_writers(recipe.writers)
-    with run_folder(remote.join(out, recipe.name) if is_url(out) else Path(out) / recipe.name, write=True) as folder:
+    screen = Screen(stream or sys.stdout)
+    path = remote.join(out, recipe.name) if is_url(out) else Path(out) / recipe.name
+    with run_folder(path, write=True, warn=screen.print) as folder:
         return _train_in(
             folder, recipe, devices=devices, fresh=fresh, fit_vocab=fit_vocab, from_hf=from_hf, profile=profile,
-            accept_changes=accept_changes, screen=Screen(stream or sys.stdout),
+            accept_changes=accept_changes, screen=screen,
         )  # fmt: skip
 
 
@@ -395,10 +397,8 @@ def _prepared(folder: RunFolder, program: StepProgram, *, fresh: bool, accept: b
         existed = folder.local.exists()
         if pod is not None and folder.url is None:
             check_shared(pod, folder.local)
-        if is_first and folder.url is None:
+        if is_first and folder.url is None:  # `run_folder` has taken the lease of a folder in a bucket
             stack.enter_context(lock_run_folder(folder.local, warn=screen.print))
-        elif is_first:
-            stack.enter_context(folder.leased(warn=screen.print))
         if not fresh:
             _check_same_run(folder, program, accept=accept, screen=screen)
         elif folder.url is not None and (existed or Checkpoints(folder.checkpoints).steps()):

@@ -18,11 +18,13 @@ import socket
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.coordination import this_pod
 from meshpar.loop.signals import scratch
 from meshpar.sharding import remote
 from meshpar.sharding.errors import MeshparError, problem
@@ -131,7 +133,7 @@ class RunFolder:
         return states
 
     @contextlib.contextmanager
-    def leased(self, *, warn: Callable[[str], None]) -> Iterator[None]:
+    def leased(self, *, warn: Callable[[str], object]) -> Iterator[None]:
         """Refuse a second run in this folder during the block, and upload changed files in the background.
 
         The lease is an object with a counter, which increases every `UPLOAD_EVERY_S` seconds while the run is alive.
@@ -145,7 +147,6 @@ class RunFolder:
         identity = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "id": secrets.token_hex(8)}
         with remote.accessing(self.url, self._where, "read its lease"):
             self._await_lease(lambda: json.loads(files.cat_file(path)) if files.exists(path) else None, warn)
-        self.download()  # the other run may have ended in the meantime
         ended, count = threading.Event(), 0
 
         def renew() -> None:
@@ -183,7 +184,7 @@ class RunFolder:
                 with contextlib.suppress(Exception):  # an old lease only delays the next start
                     files.rm_file(path)
 
-    def _await_lease(self, read: Callable[[], Any], warn: Callable[[str], None]) -> None:
+    def _await_lease(self, read: Callable[[], Any], warn: Callable[[str], object]) -> None:
         first, deadline = read(), time.monotonic() + LEASE_S
         is_dead = first is not None and first["machine"] == _machine() and not _is_running(first["pid"])
         if first is None or is_dead:
@@ -219,15 +220,19 @@ def _is_running(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def run_folder(path: str | os.PathLike[str], *, write: bool = False) -> Iterator[RunFolder]:
+def run_folder(
+    path: str | os.PathLike[str], *, write: bool = False, warn: Callable[[str], object] = warnings.warn
+) -> Iterator[RunFolder]:
     """Yield the folder of a run. A folder in a bucket is copied to a temporary folder without its checkpoints.
 
     Args:
       path: a local path, or a gs:// or s3:// URL.
-      write: whether to check that this process can write to a bucket, and to upload changed files after the block.
+      write: whether a run writes to the folder. In a bucket, this process checks that it can write and uploads changed
+        files, and process 0 takes the lease.
+      warn: receives messages about the lease and about failed uploads.
 
     Raises:
-      ValueError: if the scheme is not supported or the bucket cannot be used.
+      ValueError: if the scheme is not supported, the bucket cannot be used, or a second run writes to the folder.
     """
     if not is_url(path):
         yield RunFolder(Path(path))
@@ -238,7 +243,8 @@ def run_folder(path: str | os.PathLike[str], *, write: bool = False) -> Iterator
     temporary = Path(tempfile.mkdtemp(prefix="meshpar-run-"))
     scratch.add(temporary)  # on Ctrl-C the command may exit without running the `finally` block
     folder = RunFolder(temporary / url.rpartition("/")[2], url)
-    is_kept = False
+    pod, is_kept = this_pod(), False
+    has_lease = write and (pod is None or pod.process_id == 0)
 
     def upload_last_changes() -> None:
         nonlocal is_kept
@@ -250,18 +256,19 @@ def run_folder(path: str | os.PathLike[str], *, write: bool = False) -> Iterator
             raise
 
     try:
-        folder.download()
-        try:
-            yield folder
-        except BaseException as error:
-            if folder.uploads:
-                try:
-                    upload_last_changes()
-                except MeshparError as upload_error:  # the error that ended the block is more important
-                    error.add_note(" ".join([str(upload_error), *upload_error.__notes__]))
-            raise
-        if write:
-            upload_last_changes()
+        with folder.leased(warn=warn) if has_lease else contextlib.nullcontext():
+            folder.download()
+            try:
+                yield folder
+            except BaseException as error:
+                if folder.uploads:
+                    try:
+                        upload_last_changes()
+                    except MeshparError as upload_error:  # the error that ended the block is more important
+                        error.add_note(" ".join([str(upload_error), *upload_error.__notes__]))
+                raise
+            if write:
+                upload_last_changes()
     finally:
         if not is_kept:
             shutil.rmtree(temporary, ignore_errors=True)

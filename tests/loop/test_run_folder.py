@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 
 import fsspec
@@ -66,25 +67,27 @@ def quick(monkeypatch):
 
 def test_lease_keeps_a_second_run_out_until_the_end(bucket, quick):
     messages = []
-    with run_folder(f"{bucket}/a", write=True) as first, run_folder(f"{bucket}/a", write=True) as second:
-        with first.leased(warn=no_warning), raises("conflict"), second.leased(warn=messages.append):
+    with run_folder(f"{bucket}/a", write=True, warn=no_warning):
+        with raises("conflict"), run_folder(f"{bucket}/a", write=True, warn=messages.append):
             pass
-        assert f"process {os.getpid()}" in messages[0]
-        with second.leased(warn=no_warning):
+        with run_folder(f"{bucket}/a"):
             pass
+    assert f"process {os.getpid()}" in messages[0]
+    with run_folder(f"{bucket}/a", write=True, warn=no_warning):
+        pass
 
 
 def test_lease_of_a_killed_run_ends(bucket, quick):
     messages, files = [], fsspec.filesystem("s3")
     lease = {"host": "other", "machine": "other", "pid": 1, "id": "x", "count": 1}
     files.pipe_file(f"{bucket}/a/.lease", json.dumps(lease).encode())
-    with run_folder(f"{bucket}/a", write=True) as folder, folder.leased(warn=messages.append):
+    with run_folder(f"{bucket}/a", write=True, warn=messages.append):
         assert "process 1 on other" in messages[0]
 
 
 def test_lost_lease_stops_the_uploads(bucket, quick):
     files, seen = fsspec.filesystem("s3"), threading.Event()
-    with raises("conflict"), run_folder(f"{bucket}/a", write=True) as folder, folder.leased(warn=no_warning):
+    with raises("conflict"), run_folder(f"{bucket}/a", write=True, warn=no_warning) as folder:
         folder.upload()
         files.pipe_file(f"{bucket}/a/.lease", json.dumps({"id": "other"}).encode())
         while not folder._lost:
@@ -94,9 +97,19 @@ def test_lost_lease_stops_the_uploads(bucket, quick):
 
 def test_changed_files_are_uploaded_in_the_background(bucket, quick):
     url, files, wait = f"{bucket}/a", fsspec.filesystem("s3"), threading.Event()
-    with run_folder(url, write=True) as folder, folder.leased(warn=no_warning):
+    with run_folder(url, write=True, warn=no_warning) as folder:
         folder.upload()
         folder.local.mkdir(exist_ok=True)
         (folder / "metrics.jsonl").write_text("{}\n")
         while not files.exists(f"{url}/metrics.jsonl"):
             wait.wait(0.05)
+
+
+def test_files_of_a_failed_upload_are_kept(bucket, quick):
+    with raises("missing-file") as error, run_folder(f"{bucket}/a", write=True) as folder:
+        folder.local.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text("{}\n")
+        folder.url = "s3://no-such-bucket/a"
+    assert str(folder.local) in error.value.__notes__[0]
+    assert (folder / "metrics.jsonl").exists()
+    shutil.rmtree(folder.local.parent)
