@@ -105,7 +105,8 @@ class Checkpoints:
         self._where = f"checkpoints in {self.folder}"
         if not self._is_local:
             self._bucket = remote.filesystem(str(self.folder), self._where)
-            _patch_kvstore()
+            if str(self.folder).startswith("s3:"):
+                _patch_kvstore()
         self.keep, self._failed = keep, False
         self._manager: Any = None
         self._current: int | None = None
@@ -761,14 +762,14 @@ def _filter_orbax_logs() -> None:
 @functools.cache
 def _patch_kvstore() -> None:
     """Make orbax use TensorStore's `s3` driver for s3:// URLs."""
-    # orbax knows how to write to gs:// only; its paths and TensorStore support both. There is no public API.
+    # orbax creates TensorStore specifications for local paths and gs:// only, and has no public API for others.
     import orbax.checkpoint as ocp
 
     module = getattr(getattr(ocp, "_src", None), "serialization", None)
     build = getattr(getattr(module, "tensorstore_utils", None), "build_kvstore_tspec", None)
     if not callable(build) or "directory" not in inspect.signature(build).parameters:
-        reason, fix = f"orbax {ocp.__version__} has other internal functions", "install orbax-checkpoint 0.12.8"
-        raise problem("checkpoints in a bucket", "write them", reason, fix, code="unsupported-version")
+        reason, fix = f"orbax {ocp.__version__} has different internal functions", "install orbax-checkpoint 0.12.8"
+        raise problem("checkpoints in a bucket", "use s3://", reason, fix, code="unsupported-version")
 
     def to_s3(spec: Any) -> Any:
         if not isinstance(spec, dict):

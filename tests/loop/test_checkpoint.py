@@ -627,6 +627,41 @@ def test_unsupported_orbax_is_not_patched(tmp_path, monkeypatch, changed):
     assert asyncio_utils.run_sync is changed
 
 
+def test_unsupported_orbax_refuses_s3(monkeypatch):
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    monkeypatch.setattr(tensorstore_utils, "build_kvstore_tspec", lambda folder: {})
+    with raises("unsupported-version"):
+        checkpoint._patch_kvstore.__wrapped__()
+
+
+@pytest.mark.parametrize("store", cases("bucket", grid=["bucket", "gs_bucket"]))
+def test_checkpoints_in_a_bucket_are_kept_and_set_aside(store, request, setup):
+    folder = f"{request.getfixturevalue(store)}/checkpoints"
+    states = [trained(setup, 1)]
+    with Checkpoints(folder, keep=2) as checkpoints:
+        (checkpoints.folder / "9").joinpath("state", "x").write_text("of a killed save")
+        assert checkpoints.restore(setup) is None
+        for number in range(3):
+            checkpoints.save(states[-1], data_state={"number": number})
+            values = on_host(states[-1])
+            states.append(STEP(states[-1], BATCH)[0])
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3]
+        assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["2", "3"]
+        restored = checkpoints.restore(setup)
+        assert (restored.step, restored.data_state) == (3, {"number": 2})
+        assert_same(restored.state, values)
+    with Checkpoints(folder, keep=2) as checkpoints:
+        earlier = checkpoints.restore(setup, 2).state
+        with pytest.warns(UserWarning, match="set_aside"):
+            checkpoints.save(earlier.replace(step=earlier.step + 1), wait=True)
+        assert checkpoints.steps() == [2, 3]
+    with Checkpoints(f"{folder}/{SET_ASIDE}") as checkpoints:
+        assert_same(checkpoints.restore(setup).state, values)
+    assert checkpoint.damage_of(folder, 3) is None
+
+
 def test_failed_save_is_a_note_on_the_error_of_the_block(tmp_path, setup, full_disk):
     with pytest.raises(KeyError) as error, Checkpoints(tmp_path) as checkpoints:  # noqa: PT012
         checkpoints.save(setup.init(0))
