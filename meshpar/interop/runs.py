@@ -21,6 +21,7 @@ from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.run_folder import CHECKPOINTS, RunFolder
 from meshpar.models.config import LatentAttention, LayerKind, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.moe.dispatch_paths import Payload
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.parallel import Strategy
@@ -39,8 +40,10 @@ SOURCE = "source.json"
 _SAMPLE_BYTES = 2**20
 _CONFIG_TYPES = {
     cls.__name__: cls
-    for cls in (LatentAttention, LayerKind, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
-}
+    for cls in (
+        LatentAttention, LayerKind, Lora, MoEConfig, Payload, RopeScaling, Routing, TransformerConfig, YarnScaling,
+    )
+}  # fmt: skip
 
 
 def keep_source_files(source: str | Path, run: Path) -> Path:
@@ -148,6 +151,8 @@ def restored_run(
 
 def _from_plain(plain: Any) -> Any:
     """Invert `Recipe.to_json` for a config. Fields missing from older recipes have their defaults."""
+    if isinstance(plain, list):
+        return tuple(map(_from_plain, plain))
     if not isinstance(plain, Mapping):
         return plain
     kind: Any = _CONFIG_TYPES.get(plain.get("type", ""))

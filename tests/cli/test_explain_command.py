@@ -158,7 +158,7 @@ def test_pipeline_recipe_shows_its_schedule(explain, recipe):
     code, out, _ = explain(*args)
     assert code == 0
     assert "collectives match the strategy" in out
-    for text in ("zb-h1: 2 stages, 4 microbatches", "bubble of the schedule", "once a step ✔", "once a microbatch"):
+    for text in ("zb-h1: 2 stages, 4 microbatches", "bubble of the schedule", "once per step ✔", "once per microbatch"):
         assert text in out
 
 

@@ -20,11 +20,12 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import SOURCE_FOLDER, check_source, keep_source_files, like_of, opened
+from meshpar.interop.runs import SOURCE_FOLDER, _from_plain, check_source, keep_source_files, like_of, opened
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.run_folder import run_folder
 from meshpar.loop.signals import scratch
 from meshpar.models import TransformerConfig
+from meshpar.models.config import LayerKind
 from meshpar.sharding.types import check_divides
 from meshpar.training.state import init_state
 from tests.errors import raises
@@ -158,6 +159,14 @@ def small_folder(path: Path) -> Path:
     mesh = mp.MeshSpec().build(jax.devices()[:1])
     state = init_state(config.build(), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=3)
     return to_hf(state, config, path)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "layer kinds"])
+def test_recipe_json_restores_the_model_config(name):
+    recipe = load_recipe(RECIPE.parent / f"{'llama3_8b' if name == 'layer kinds' else name}.py")
+    if name == "layer kinds":
+        recipe = recipe.replace(model=mp.models.llama3_8b(layer_pattern=(LayerKind(window=512), LayerKind())))
+    assert _from_plain(json.loads(json.dumps(recipe.to_json()))["model"]) == recipe.model
 
 
 @pytest.mark.matrix
