@@ -47,12 +47,11 @@ ORDERS = ("zigzag", "contiguous")
 Tiles: TypeAlias = Int[Array, "P 2"]
 """Indices (block of queries, block of keys) of P tiles."""
 _Half: TypeAlias = Literal["all", "first", "second"]
-"""Which half of a list of tiles to compute, or "all"."""
 _Segments: TypeAlias = tuple[Int[Array, "n B s"], Int[Array, "N n B s"]]
 """Segments of the local tiles, and of the tiles of all ranks."""
 Carry = TypeVar("Carry")
 WINDOWS = "windows_"
-"""Prefix of the scope of a choice between `WindowChoice`, followed by their frequencies."""
+"""Prefix of the named scope of `WindowChoice.select`. The frequencies follow."""
 _WINDOWS = re.compile(rf"{WINDOWS}([0-9_]+)\)*(/cond)?\Z")
 TILE = 512
 """Default tile size of plain matmuls, in positions. The scores of a tile have `B H 512²` elements."""
@@ -89,7 +88,10 @@ class WindowChoice:
 
 
 def window_shares(scopes: str) -> tuple[Fraction, ...] | None:
-    """Return how often each branch of a choice between `WindowChoice` runs, from the scopes of the conditional."""
+    """Return the share of layers that run each branch of `WindowChoice.select`, parsed from the scopes of an operation.
+
+    `None` if the operation is not such a choice.
+    """
     match = _WINDOWS.search(scopes)
     counts = [int(count) for count in match[1].split("_")] if match else []
     return tuple(Fraction(count, sum(counts)) for count in counts) or None
@@ -184,7 +186,7 @@ def blockwise_attention(
         `WindowChoice` selects a number at run time.
       cap: scores s become `cap tanh(s / cap)` before the mask. None: no cap.
       segments: integers; positions attend only to positions with the same integer, as for packed sequences.
-      tile: number of positions of a tile. The sequence is padded to a multiple.
+      tile: number of positions of a tile. The sequence is padded to a multiple of `tile`.
 
     Raises:
       MeshparError: shapes or dtypes do not match, or an option is out of range.
@@ -240,7 +242,7 @@ class _Ring(NamedTuple):
     kernel: TileKernel | None = None
 
     def next(self, x: Array) -> Array:
-        """Send `x` to the next rank and return what the previous rank sent. After s calls it is from rank i - s."""
+        """Send `x` to the next rank and return the array received from the previous rank."""
         return send_on_ring(x, self.axis, 1, self.num_ranks)
 
     def starts(self, rank: Any, n: int, size: int) -> Int[Array, " n"]:
@@ -258,7 +260,7 @@ class _Visibility(NamedTuple):
     """Restrictions in addition to the causal mask, for the local queries and the current block of keys."""
 
     starts: tuple[Array, Array] | None
-    """Global positions at which the tiles of queries and of keys start. None if local offsets suffice."""
+    """Global start positions of the query tiles and the key tiles. None without a window or with a single rank."""
     segments: tuple[Array, Array] | None
     """Segments of queries and keys, `[n, B, s]`."""
 
@@ -316,9 +318,9 @@ def _attention_backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple
 
 
 def _in_window(ring: _Ring, windows: WindowChoice | None, run: Callable[..., Any], *args: Any) -> Any:
-    """Run a function of the ring with the selected window.
+    """Call `run(ring, *args)` with the window that is selected at run time.
 
-    The choice is inside the function with the custom gradient, because the gradient of a `switch` would save the
+    The switch is inside `_attention`, which has a custom gradient. The gradient of a plain `switch` would save the
     arrays of all branches.
     """
     if windows is None:
@@ -330,7 +332,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tuple[Array, Array]:
-    """Compute the attention, and the log-sum-exp of the scores of each query."""
+    """Return the attention output and the log-sum-exp of each query's scores."""
     N, dtype = ring.num_ranks, _at_least_float32(q.dtype)
     visible = functools.partial(_visibility, ring, q, segments)
 
@@ -354,7 +356,7 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tu
 
 
 def _backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array]:
-    """Compute gradients. Each block of keys travels around the ring, and its gradients follow one step later."""
+    """Return the gradients of q and kv. Key blocks travel around the ring; their gradients follow one step later."""
     q, kv, o, lse, segments = saved
     N, dtype = ring.num_ranks, _at_least_float32(q.dtype)
     of_queries = (q, do, lse, jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1) if ring.kernel is None else o)
@@ -410,7 +412,7 @@ def _loop(first: int, end: int, step: Callable[[Any, Carry], Carry], carry: Carr
 
 
 def _local_tiles(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry, half: _Half = "all") -> Carry:
-    """Compute the tiles of the local queries with the local keys. In both orders, local positions are increasing."""
+    """Compute the tiles of the local queries with the local keys, whose positions increase in both orders."""
     n, size = len(q), q.shape[-2]
     window = n * size if ring.window is None else ring.window
     reach = (window + size - 2) // size  # number of earlier tiles that the first query of a tile sees
@@ -546,7 +548,7 @@ def capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
 
 
 def _tile_mask(ring: _Ring, size: int, visible: _Visibility, index: Array, masked: bool) -> Array | None:
-    """Return the mask of a tile, or None if all queries see all keys. `masked`: the causal mask crosses the tile."""
+    """Return the mask of a tile, or None if all queries see all keys. `masked` tiles are crossed by the causal mask."""
     mask = None
     if masked or visible.starts is not None:
         distance = _tile_distance(visible, size, index) + jnp.arange(size)[:, None] - jnp.arange(size)
@@ -559,7 +561,7 @@ def _tile_mask(ring: _Ring, size: int, visible: _Visibility, index: Array, maske
 
 
 def _tile_distance(visible: _Visibility, size: int, index: Array) -> Array:
-    """Return the position of the first query of a tile minus that of its first key."""
+    """Return the position of the first query of a tile, minus the position of its first key."""
     i, j = index
     if visible.starts is None:
         return (i - j) * size
@@ -599,7 +601,7 @@ def _check_ring_options(
     check_bool(where, "the causal mask is applied", causal=causal)
     if tile is not None:
         check_positive_int(where, "a number of positions", tile=tile)
-    is_wrong, reason = scale is not None and not isinstance(scale, int | float), "it must be known during tracing"
+    is_wrong, reason = scale is not None and not isinstance(scale, int | float), "`scale` must be known during tracing"
     check_cases(where, f"use scale={scale!r}", "wrong-type", (is_wrong, reason, "use a number, or scale the queries"))
     if order == "zigzag":
         check_two_chunks(where, length, 1)

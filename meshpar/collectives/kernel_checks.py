@@ -42,7 +42,7 @@ def ranks_of(kernel: str, axis: Axis) -> int:
     unknown = next(name for name in names if name not in mesh.manual_axes)
     reason = f"the `shard_map` around it is manual over {', '.join(f'`{name}`' for name in mesh.manual_axes)}"
     if not mesh.manual_axes:
-        reason = "it is not inside a `jax.shard_map`, so it has no ranks"
+        reason = "the kernel is not inside a `jax.shard_map`, so there are no ranks"
         fix = f"call it in a function that `jax.shard_map` runs on a mesh with the axis `{unknown}`"
     else:
         fix = f"add `{unknown}` to its axis_names" if unknown in mesh.axis_names else near(unknown, mesh.manual_axes)
@@ -60,7 +60,7 @@ def check_only(kernel: str, algorithm: str, option: str, value: int, algorithms:
     """Check that an option with default 1 is only set for algorithms that support it."""
     if value != 1 and algorithm not in algorithms:
         requested = f"use {option}={value!r} with algorithm={algorithm!r}"
-        fix = f"leave it out, or use {' or '.join(map(repr, algorithms))}"
+        fix = f"leave out {option}, or use {' or '.join(map(repr, algorithms))}"
         raise problem(kernel, requested, f"that algorithm has no {option}", fix, "conflict")
 
 
@@ -71,7 +71,7 @@ def check_op(kernel: str, op: str, dtype: jnp.dtype) -> None:
     to_float = 'cast to a floating dtype first, or use op="sum" and divide'
     check_cases(
         kernel, f"take the {op} of {dtype}", "wrong-dtype",
-        (not jnp.issubdtype(dtype, jnp.number), "reductions need numbers", "cast it, for example to int32"),
+        (not jnp.issubdtype(dtype, jnp.number), "reductions need numbers", "cast the array, for example to int32"),
         (op == "mean" and not is_inexact, f"the mean of {dtype} values need not be {dtype}", to_float),
         (op in ("max", "min") and is_complex, "complex numbers have no order", "reduce absolute values"),
     )  # fmt: skip

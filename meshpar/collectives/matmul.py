@@ -1,7 +1,8 @@
 """Matmuls that overlap with their communication, for sequence-sharded tensor parallelism.
 
 N ranks form a ring that is used in both directions: the first half of each rank's rows is passed one way, the second
-half the other way. A block of the product is computed from the rows received last while the next rows are sent.
+half the other way. Each half is a lane. A block of the product is computed from the rows received last while the next
+rows are sent.
 
 The two kernels are transposes of each other. Their derivatives are written out (`jax.custom_vjp`) to compute the
 gradient of a weight in a single matmul over all rows. With a matmul per block, XLA would place an all-reduce over other
@@ -223,7 +224,7 @@ def _gather_ring(
 ) -> _MatmulRing:
     """Return a ring that gathers rows, or `product(rows)`, in the order of the ranks.
 
-    The product of each lane is computed while the rows of the other lane are sent.
+    Each half of the rows (a lane) is multiplied while the other half is sent.
     """
     rank, size = lax.axis_index(plan.axis), local.shape[plan.dim]
     offsets = _lane_offsets(size)
@@ -302,7 +303,7 @@ def _scatter_ring(
 
 
 def _lane_offsets(size: int) -> list[int]:
-    """Return the first row of each lane. A single row has a single lane."""
+    """Return the index of the first row of each half of the rows. A single row is not halved."""
     return [0, -(-size // 2)] if size > 1 else [0]
 
 

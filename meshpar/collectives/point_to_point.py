@@ -29,7 +29,7 @@ from meshpar.sharding.errors import is_int, problem
 def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = True) -> Shaped[Array, "*dims"]:
     """Send each rank's array to the rank `by` places ahead; the reference is `reference.shift`.
 
-        per device [A] -> [A], that of rank r - by;  1 step, n bytes
+        per device [A] -> [A] of rank r - by;  1 step, n bytes
 
     Args:
       axis: mesh axis, or a tuple of axes that act as a single axis.
@@ -41,7 +41,7 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
     """
     num_ranks = ranks_of("shift", axis)
     if not is_int(by):
-        raise problem("shift", f"use by={by!r}", "it must be an integer", "use 1, or -1 for backwards", "not-an-int")
+        raise problem("shift", f"use by={by!r}", "`by` must be an integer", "use 1, or -1 for backwards", "not-an-int")
     x = varying(x, axis)
     if by == 0 or (wrap and by % num_ranks == 0):
         return x
@@ -54,12 +54,12 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
 def broadcast(x: Shaped[Array, "*dims"], *, axis: Axis, root: int = 0) -> Shaped[Array, "*dims"]:
     """Send the root's array to all ranks along a binomial tree; the reference is `reference.broadcast`.
 
-        per device [A] -> [A], that of the root;  ceil(log2 N) steps, n bytes each
+        per device [A] -> [A] of the root;  ceil(log2 N) steps, n bytes each
 
     Source: Thakur, Rabenseifner, Gropp 2005.
 
     Args:
-      x: the array of this rank. Only that of the root is used.
+      x: the local array. Only the root's array is used.
       axis: see `shift`.
       root: the rank whose array is sent.
 
@@ -108,7 +108,7 @@ def scatter(
         N-1 steps; the root sends (N-1)/N n bytes
 
     Args:
-      x: the local array, of which only the root's is used.
+      x: the local array. Only the root's array is used.
       axis: see `shift`.
       root: the rank that sends.
       dim: the dim that is divided among the ranks.

@@ -70,9 +70,9 @@ class Quantized(NamedTuple):
 def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) -> Any:
     """Return the maximum error of a quantization in a block whose largest absolute value is `largest`.
 
-    The error is at most half a step of the format, or a full step with stochastic rounding: `largest` / 254 or / 127
-    for int8, / 28 or / 14 for fp8. With fp8 smaller elements have smaller errors. Float32 arithmetic adds `largest` /
-    2^21, and 2^-126, the smallest normal float32.
+    The error is at most half a step of the format, or a full step with stochastic rounding. A full step is
+    `largest` / 127 for int8 and `largest` / 14 for fp8. With fp8 smaller elements have smaller errors. Float32 arithmetic
+    adds `largest` / 2^21, and 2^-126, the smallest normal float32.
     """
     check_choice("error_bound", "the number format", tuple(FORMATS), dtype=dtype)
     number = FORMATS[dtype]
@@ -168,7 +168,10 @@ def _restored(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 
 
 def encoded(parts: Float[Array, "... c"], dtype: str, block: int, key: jax.Array | None) -> UInt8[Array, "... q"]:
-    """Quantize each part to bytes: first the values, then the scales. XLA:CPU does not widen messages of bytes."""
+    """Quantize each part to bytes: first the values, then the scales.
+
+    XLA:CPU would convert 8-bit floats to a wider dtype before sending them, so the message has dtype uint8.
+    """
     number = FORMATS[dtype]
     values, scales = _quantized(_in_blocks(parts, block), number, key)
     values = values.astype(number.dtype).reshape(*parts.shape[:-1], values.shape[-2] * values.shape[-1])
@@ -180,7 +183,7 @@ def encoded(parts: Float[Array, "... c"], dtype: str, block: int, key: jax.Array
 def decoded(
     message: UInt8[Array, "... q"], size: int, dtype: str, block: int, into: Any = "float32"
 ) -> Float[Array, "... c"]:
-    """Invert `encoded`, for parts of `size` elements."""
+    """Return the parts of `size` elements that `encoded` quantized, in the dtype `into`."""
     num_blocks, width = _blocks(size, block)
     values, scales = message[..., : num_blocks * width], message[..., num_blocks * width :]
     values = lax.bitcast_convert_type(values, FORMATS[dtype].dtype).reshape(*message.shape[:-1], num_blocks, width)
@@ -424,7 +427,7 @@ def _scatter(
 
 def _checked_format(kernel: str, x: jax.Array, dtype: str, block: int) -> _Format:
     check_positive_int(kernel, "the number of elements of a block", block=block)
-    x_dtype, fix = jnp.asarray(x).dtype, "use an unquantized collective, or cast it first"
+    x_dtype, fix = jnp.asarray(x).dtype, "use an unquantized collective, or cast the array first"
     case = not jnp.issubdtype(x_dtype, jnp.floating), "only floating dtypes can be quantized", fix
     check_cases(kernel, f"quantize {x_dtype}", "wrong-dtype", case)
     check_choice(kernel, "the number format", tuple(FORMATS), dtype=dtype)

@@ -18,7 +18,7 @@ _REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "mean": jnp.mean
 
 
 def shift(parts: Shaped[Array, "N ..."], *, by: int = 1, wrap: bool = True) -> Shaped[Array, "N ..."]:
-    """Entry r is `parts[r - by]`."""
+    """The output of rank r is `parts[r - by]`."""
     moved = jnp.roll(parts, by, axis=0)
     if wrap:
         return moved
@@ -27,48 +27,48 @@ def shift(parts: Shaped[Array, "N ..."], *, by: int = 1, wrap: bool = True) -> S
 
 
 def broadcast(parts: Shaped[Array, "N ..."], *, root: int = 0) -> Shaped[Array, "N ..."]:
-    """All entries are `parts[root]`."""
+    """The output of each rank is `parts[root]`."""
     return jnp.broadcast_to(parts[root], parts.shape)
 
 
 def reduce(parts: Num[Array, "N ..."], *, op: str = "sum", root: int = 0) -> Num[Array, "N ..."]:
-    """Entry `root` is the reduction over the first dim, other entries are zeros."""
+    """The output of rank `root` is the reduction over the first dim. Other outputs are zeros."""
     return _only(root, _total(parts, op), len(parts))
 
 
 def scatter(
     parts: Shaped[Array, "N ..."], *, root: int = 0, dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "N ..."]:
-    """Entry r is part r of `parts[root]`."""
+    """The output of rank r is part r of `parts[root]`."""
     return _split(parts[root], len(parts), dim, tiled)
 
 
 def gather(parts: Shaped[Array, "N ..."], *, root: int = 0, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
-    """Entry `root` is the concatenation (or stack) of all inputs, other entries are zeros."""
+    """The output of rank `root` is the concatenation (or stack) of all inputs. Other outputs are zeros."""
     return _only(root, _joined(parts, dim, tiled), len(parts))
 
 
 def all_gather(parts: Shaped[Array, "N ..."], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
-    """All entries are the concatenation (or stack) of all inputs."""
+    """The output of each rank is the concatenation (or stack) of all inputs."""
     return _everywhere(_joined(parts, dim, tiled), len(parts))
 
 
 def reduce_scatter(
     parts: Num[Array, "N ..."], *, op: str = "sum", dim: int = 0, tiled: bool = True
 ) -> Num[Array, "N ..."]:
-    """Entry r is part r of the reduction over the first dim."""
+    """The output of rank r is part r of the reduction over the first dim."""
     return _split(_total(parts, op), len(parts), dim, tiled)
 
 
 def all_reduce(parts: Num[Array, "N ..."], *, op: str = "sum") -> Num[Array, "N ..."]:
-    """All entries are the reduction over the first dim."""
+    """The output of each rank is the reduction over the first dim."""
     return _everywhere(_total(parts, op), len(parts))
 
 
 def all_to_all(
     parts: Shaped[Array, "N ..."], *, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "N ..."]:
-    """Entry r is the concatenation (or stack) of part r of each input, ordered by rank."""
+    """The output of rank r is the concatenation (or stack) of part r of each input, ordered by rank."""
     pieces = jax.vmap(lambda row: _split(row, len(parts), split_dim, tiled))(parts)  # [source, target, ...]
     return jax.vmap(lambda column: _joined(column, concat_dim, tiled), in_axes=1)(pieces)
 
@@ -76,14 +76,14 @@ def all_to_all(
 def all_gather_matmul(
     parts: Num[Array, "N ..."], weights: Num[Array, "N E ..."], *, dim: int = -2
 ) -> Num[Array, "N ..."]:
-    """Entry r is the concatenation of all inputs, times weight r."""
+    """The output of rank r is the concatenation of all inputs, multiplied by `weights[r]`."""
     return jax.vmap(lambda x, w: jnp.tensordot(x, w, 1))(all_gather(parts, dim=dim), weights)
 
 
 def matmul_reduce_scatter(
     parts: Num[Array, "N ..."], weights: Num[Array, "N ... E"], *, dim: int = -2
 ) -> Num[Array, "N ..."]:
-    """Entry r is part r of the sum over ranks of input times weight."""
+    """The output of rank r is part r of the sum of `parts[s] @ weights[s]` over ranks s."""
     products = jax.vmap(lambda h, w: jnp.tensordot(h, w, w.ndim - 1))(parts, weights)
     return reduce_scatter(products, dim=dim)
 

@@ -100,7 +100,7 @@ def reduce_scatter(
         per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
         N-1 steps, (N-1)/N n bytes sent, n the input; log2 N steps and the same bytes with recursive halving
 
-    Sums use the dtype of the array. Cast it first if that is too coarse.
+    Sums use the dtype of the array. Cast the array first if its precision is too low for the sum.
 
     Args:
       axis, channels, cluster: see `all_gather`.
@@ -143,7 +143,7 @@ def resolve_algorithm(
 ) -> str:
     """Return `algorithm`, or for "auto" the algorithm that `choose` returns for the interconnect.
 
-    `cluster` or the environment variable MESHPAR_CLUSTER names the interconnect. Without both, GPUs in the catalogue
+    `cluster` or the environment variable MESHPAR_CLUSTER names the interconnect. Without either, GPUs in the catalogue
     use their data sheets and CPU devices a measured default; other devices are an error. A context manager cannot set
     the interconnect, because jax's cache of compiled programs would ignore it.
     """
@@ -241,7 +241,7 @@ def ring_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine, strides:
 
 
 def _all_reduce_step(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
-    """`[N, c] -> [N, c]`: step T of an all-reduce."""
+    """Run step T of an all-reduce in the buffer `[N, c]`: send a chunk, and `merge` the received with the local chunk."""
     num_ranks, rank = len(slots), lax.axis_index(axis)
     outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
     arrived = send_on_ring(take(slots, outgoing), axis, stride, num_ranks)

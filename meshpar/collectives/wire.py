@@ -30,9 +30,9 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
-    """Mark all arrays as varying over `axis`, and over each axis over which one of the arrays varies.
+    """Mark all arrays as varying over `axis`, and over all axes over which any of the arrays varies.
 
-    If an array is replicated over one of these axes, jax sums its gradient over that axis.
+    If an array was replicated over one of these axes, jax sums its gradient over that axis.
     """
     marked = [varying(x, axis) for x in arrays]
     all_axes = tuple(sorted({name for x in marked for name in jax.typeof(x).manual_axis_type.varying}))
@@ -105,7 +105,7 @@ def put(parts: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def unflat(parts: jax.Array, like: jax.Array) -> jax.Array:
-    """Invert `flat_parts`."""
+    """Reshape the parts `[N, c]` of `flat_parts` to the shape of `like`, without the padding."""
     return parts.reshape(-1)[: like.size].reshape(like.shape)
 
 

@@ -44,7 +44,7 @@ def zigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped
 
 
 def unzigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped[Array, "*dims"]:
-    """Invert `zigzag`, with arguments as in `zigzag`."""
+    """Reorder a global sequence from zigzag to contiguous order. The arguments are as in `zigzag`."""
     return _with_chunks("unzigzag", x, num_ranks, dim, lambda num_ranks: np.argsort(chunk_order(num_ranks)))
 
 
@@ -81,7 +81,10 @@ def to_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shaped[
 
 
 def from_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shaped[Array, "*dims"]:
-    """Invert `to_zigzag`, with arguments and errors as in `to_zigzag`; the reference is `reference.from_zigzag`."""
+    """Reorder a sharded sequence from zigzag to contiguous order; the reference is `reference.from_zigzag`.
+
+    Arguments, errors and bytes are as in `to_zigzag`.
+    """
     num_ranks, dim, halves = _halves("from_zigzag", x, axis, dim)
     with jax.named_scope("from_zigzag"):
         chunks = jnp.split(_swapped_at_odd_ranks(axis, dim, *halves), 2, axis=dim)
@@ -89,10 +92,9 @@ def from_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shape
 
 
 def _moves(num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (rank that has a chunk in zigzag order, rank in contiguous order), in a list each for even and odd chunks.
+    """Return (rank in zigzag order, rank in contiguous order) of each even chunk, and the same for odd chunks.
 
-    Rank i has the chunks i and 2N-1-i, one even and one odd. So in each list every rank is once a source and once a
-    target.
+    In zigzag order rank i has chunks i and 2N-1-i, one even and one odd. So each list is a permutation of the ranks.
     """
     ranks = {chunk: place // 2 for place, chunk in enumerate(chunk_order(num_ranks).tolist())}
     even, odd = ([(ranks[chunk], chunk // 2) for chunk in range(first, 2 * num_ranks, 2)] for first in (0, 1))

@@ -36,7 +36,7 @@ def check_scores(where: str, scores: Any, experts: Any) -> None:
 
 
 def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
-    """Check that tokens [T, d], their experts [T, k] and gate weights [T, k] belong together."""
+    """Check that tokens [T, d], their experts [T, k] and gate weights [T, k] have matching shapes."""
     check_array(where, "x", x, "T d")
     check_array(where, "experts", experts, "T k", "integer")
     check_array(where, "weights", weights, "T k")

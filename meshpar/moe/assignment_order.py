@@ -48,7 +48,7 @@ def by_expert(experts: jax.Array, num_experts: int) -> Order:
 
 
 def in_buffers(experts: jax.Array, num_experts: int, capacity: int) -> Order:
-    """Put the first `capacity` assignments of each expert into its buffer; there are E · capacity positions."""
+    """Return the order with a buffer of `capacity` positions per expert. Assignments over capacity get no position."""
     slot, is_kept = kept(experts, capacity, num_experts)
     positions = jnp.where(is_kept, experts * capacity + slot, -1)
     return Order(positions, inverse_of(positions, num_experts * capacity))
@@ -172,9 +172,9 @@ _move.defvjp(
 
 
 def segment_of(starts: jax.Array, size: int) -> jax.Array:
-    """[lines, segments] -> int32 [lines, size]: return the last segment with a start at or before each position.
+    """Return the segment of each position, int32 [lines, size], given the `starts` of segments, [lines, segments].
 
-    Starts are sorted, and the first is 0. A running sum avoids an array [segments, size].
+    In each line, starts are sorted and the first is 0. A running sum avoids an array [segments, size].
     """
     if starts.shape[1] == 1:  # otherwise XLA would evaluate the constant sums at compile time
         return jnp.zeros((len(starts), size), jnp.int32)

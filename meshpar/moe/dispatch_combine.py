@@ -98,8 +98,8 @@ def dispatch(
       experts: experts of each token, all different. -1, or any other invalid index, marks an unassigned element.
       weights: gate weights with any floating-point dtype. Weights of unassigned elements are ignored.
       expert_fn: applies the local experts to rows sorted by expert, `group_sizes` rows each, as `grouped_matmul` does.
-        With a capacity, each expert has N C rows and the sizes are a NumPy array. Without, they sum to T k / chunks on
-        average.
+        With a capacity, each expert has N C rows and the sizes are a NumPy array. Without a capacity, the sizes sum to
+        T k / chunks on average.
       axis: mesh axis or axes of the experts; (outer, inner) for implementations with two levels.
       num_experts: E, on all ranks together.
       capacity: C, or None for dropless.

@@ -48,7 +48,7 @@ class Dispatched(NamedTuple):
     received: jax.Array
     """[E/N]: rows from all ranks that each local expert computed."""
     dropped: jax.Array
-    """[]: dropped assignments of the local tokens; node-first also of tokens that this rank forwards."""
+    """[]: dropped assignments of the local tokens. With node-first, also those of tokens that this rank forwards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Payload:
         return Coding(getattr(self, direction), self.grad, self.block)
 
     def row_bytes(self, way: str, width: int) -> int | None:
-        """Return the bytes of a row that is sent by `dispatch`, `combine` or `grad`, or None if it is not quantized."""
+        """Return the bytes of a row of `width` numbers sent by `way`, the name of a field. None if not quantized."""
         return None if getattr(self, way) is None else cost.quantized_bytes(width, block=self.block)
 
 
@@ -188,7 +188,7 @@ class Dropless(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, payload: Payload, bound_factor: float | None) -> Dropless:
-        """Return the path with limits for any routing, or for `bound_factor` times a balanced load."""
+        """Return the path with row limits for any routing, or for `bound_factor` times a balanced load."""
         rows = cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, bound_factor)
         return cls(shape, payload, rows // shape.num_ranks, shape.tokens * shape.k)
 
@@ -254,7 +254,7 @@ class NodeFirst(NamedTuple):
 
     shape: Shape
     across: Dropless
-    """Exchange across nodes, with nodes as its experts."""
+    """Exchange across nodes, in which each node acts as an expert."""
     inside: Dropless
 
     @classmethod
@@ -313,7 +313,7 @@ Path: TypeAlias = Capacity | Dropless | NodeFirst
 def _to_expert_order(counts: jax.Array, pair_rows: int) -> Permutation | None:
     """Return the movement of rows [N P], sorted by (rank, expert), to the order of experts.
 
-    Rows from a single rank are already sorted (None).
+    Return None for a single rank, because its rows are already sorted.
     """
     if len(counts) == 1:
         return None

@@ -28,13 +28,13 @@ class ExpertPlacement:
     before: tuple[float, ...]
     """Load of each rank before the placement."""
     after: tuple[float, ...]
-    """Load of each rank after it, if the load of each expert stays the same."""
+    """Load of each rank after the placement, if the load of each expert stays the same."""
     moved: int
     """Number of experts that change rank."""
 
     @property
     def gain(self) -> float:
-        """Return the load of the busiest rank before the placement, divided by that after it."""
+        """Return the largest load of a rank before the placement, divided by the largest load after it."""
         return max(self.before) / max(self.after) if max(self.after) else 1.0
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 
 
     Two placements are compared: the present one, and one that assigns the experts in order of decreasing load, each
     to the rank with the smallest load that has a free position. In both, experts of two ranks are swapped as long as
-    that balances the loads. No expert moves unless the busiest rank gains, and ranks are numbered such that many
+    that balances the loads. No expert moves unless the largest load decreases, and ranks are numbered such that many
     experts stay.
 
     Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).
@@ -100,7 +100,7 @@ def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 
 def permute(
     params: PyTree, order: np.ndarray | Sequence[int], *, names: Mapping[str, Names], scope: str = ""
 ) -> PyTree:
-    """Reorder the experts of all leaves below a path that have a dim named `expert`.
+    """Reorder the experts in all leaves below `scope` that have a dim named `expert`.
 
     Args:
       params: arrays.
@@ -153,7 +153,7 @@ def permute_leaves(
 
 
 def _balanced_order(loads: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the permutation of items (experts or groups) for a placement."""
+    """Return the permutation of items (experts or groups) that balances the loads of the ranks."""
     size = len(loads) // num_ranks
     before = np.arange(len(loads)).reshape(num_ranks, size).tolist()
     by_load: list[list[int]] = [[] for _ in range(num_ranks)]

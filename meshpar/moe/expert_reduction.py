@@ -75,7 +75,7 @@ def _gather(dims: Dims, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def use_gathered(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
-    """Return `gathered` in `dtype`, with the gradient of `gather_weight`: it is reduce-scattered to `shard`.
+    """Return an already gathered weight in `dtype`, and reduce-scatter its gradient to `shard`.
 
     It replaces `gather_weight` for weights that were gathered before the layer.
     """

@@ -203,7 +203,7 @@ def grouped_swiglu(
       gate, up, down: a matrix per group, in the dtype of the rows, or a low-rank pair (`Adapted`).
       biases: biases of gate, up and down, added to the products of the rows of a group.
       activation: "swiglu", or "clamped_swiglu" for `clamped_swiglu` instead of `silu(gate) * up`.
-      group_sizes: as in `grouped_matmul`, like the other arguments.
+      group_sizes, implementation, block, typical_rows: see `grouped_matmul`.
 
     Raises:
       ValueError: as in `grouped_matmul`.
@@ -260,7 +260,7 @@ def has_tokamax() -> bool:
 
 
 def has_kernels() -> bool:
-    """Return whether tokamax 0.0.17 has all kernels for the target. On Blackwell it has none for weight gradients."""
+    """Return whether tokamax 0.0.17 has all kernels for the GPU. On Blackwell it has none for weight gradients."""
     capability = target()[1]
     return capability is None or capability[0] == HOPPER
 
@@ -293,7 +293,7 @@ def _sum_dtype(x: jax.Array) -> Any:
 
 
 _Weights: TypeAlias = tuple[jax.Array | Scaled, ...]
-"""[G, d, f] each."""
+"""Weights of all groups, `[G, d, f]` each."""
 
 
 class _Plan(NamedTuple):

@@ -243,7 +243,7 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
 def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Policy for `jax.checkpoint`: save everything except gathered weights, which are gathered again.
 
-    JAX asks about the all-gather itself, or about the call of `gather_weight` if the weight is frozen.
+    JAX calls the policy with the all-gather, or with the call of `gather_weight` if the weight is frozen.
     """
     inner = getattr(params.get("call_jaxpr"), "eqns", ())
     names = {equation.primitive.name for equation in inner} or {primitive.name}
@@ -358,7 +358,7 @@ class _LayerAxes(NamedTuple):
 
     @property
     def count_axes(self) -> tuple[str, ...]:
-        """Return the axes to sum counts over. Pipeline stages sum over the outer axes themselves."""
+        """Return the axes to sum counts over. Pipeline stages sum counts over the axes in `outer` later."""
         return tuple(axis for axis in self.batch if not (is_staged() and axis in self.outer))
 
 
@@ -496,7 +496,7 @@ def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, activation: str, t
 
 
 def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
-    """Mark rows that all shards of the hidden dim use: their gradient is the sum over the shards."""
+    """Mark rows that all shards of the hidden dim use, so that their gradient is summed over the shards."""
     gate = experts[0]
     gate = gate.weight if isinstance(gate, Adapted) else gate
     return reduction.sum_gradient(reduction.extra_varying_axes(gate, rows), rows)
@@ -558,7 +558,7 @@ def _compute_local(
 def _router_stats(
     logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, axes: _LayerAxes
 ) -> RouterStats:
-    """Return the statistics over the tokens of all devices. With stages, counts are local to the outer axes."""
+    """Return the statistics over all devices. Pipeline stages sum the counts over the axes of their `shard_map` later."""
     axis, scores = axes.batch or None, routed.scores
     loss = jnp.zeros((), logits.dtype)
     if config.auxiliary_weight:

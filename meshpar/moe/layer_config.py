@@ -96,7 +96,7 @@ class MoEConfig:
 
     @property
     def nodes_visited(self) -> Callable[[int], int] | None:
-        """Return `Routing.nodes_visited` if dispatch is node-first. None if it sends one row per assignment."""
+        """Return `Routing.nodes_visited` for node-first. None for implementations with one row per assignment."""
         return self.routing.nodes_visited if self.implementation == NODE_FIRST else None
 
     @property

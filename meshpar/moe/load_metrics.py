@@ -20,7 +20,8 @@ from meshpar.sharding.errors import check_cases, check_divides, check_positive_i
 HEALTHY_MAX_OVER_MIN = 1.3
 """Healthy limit of the largest load divided by the smallest."""
 IMBALANCED_MAX_OVER_MIN = 2.0
-"""Above this, experts with little load learn little, and ranks with much load delay the step."""
+"""Largest load divided by the smallest, above which experts with little load learn little and busy ranks delay the step.
+"""
 HEALTHY_DROP_RATE = 0.01
 """Healthy limit of the fraction of dropped assignments. More is a loss of quality."""
 
@@ -32,7 +33,7 @@ class Load(NamedTuple):
     """Assignments, including dropped ones."""
     max_over_mean: Float[Array, "*layers"]
     max_over_min: Float[Array, "*layers"]
-    """The minimum counts as at least 1, so the ratio is finite."""
+    """Largest load divided by the smallest. The smallest counts as at least 1, so the ratio is finite."""
     variation: Float[Array, "*layers"]
     """Coefficient of variation: standard deviation over mean."""
 

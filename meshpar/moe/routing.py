@@ -285,7 +285,7 @@ def _tokens_choose(logits: jax.Array, scores: jax.Array, routing: Routing, bias:
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array) -> jax.Array:
-    """Softmax whose bits do not depend on the order of the experts."""
+    """Return the softmax, bitwise independent of the order of the experts."""
     powers = jnp.exp(logits - logits.max(-1, keepdims=True))
     return powers / _order_independent_sum(powers)
 

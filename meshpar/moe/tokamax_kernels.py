@@ -22,7 +22,7 @@ PRODUCT, GRADIENTS = "tokamax_ragged_dot", "tokamax_ragged_dot_gradients"
 SCOPE = "tokamax_rows_"
 """Prefix of the kernels' named scope. The typical number of rows follows."""
 REFUSED = ('grouped_matmul(implementation="tokamax")', "multiply", "use implementation='blocked'")
-"""First arguments of `library_errors`."""
+"""Where, operation and fix in error messages of these kernels (the first arguments of `library_errors`)."""
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, typical_rows: int) -> jax.Array:

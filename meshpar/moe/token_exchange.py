@@ -84,7 +84,7 @@ SEND_BACK, FULL, SEND = -1, 0, 1
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchange(link: RowLink, coding: Coding, direction: int, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
-    """Send rows to other ranks, or back to where they came from: `direction` is `SEND`, `FULL` or `SEND_BACK`."""
+    """Send rows in a direction: `SEND`, `SEND_BACK` or `FULL`."""
     if coding.forward is None or link.num_ranks == 1:
         return _send(link, direction, rows, counts)
     message = _send(link, direction, encoded(rows, coding.forward, coding.block, None), counts)

@@ -17,12 +17,12 @@ _TARGET = jax.make_user_context(None)
 
 
 def compiled_for(platform: str, capability: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which kernels are chosen for these devices instead of local ones."""
+    """Return a context in which kernels are chosen for the given devices instead of the local devices."""
     return _TARGET((platform, capability))
 
 
 def target() -> tuple[str, tuple[int, int] | None]:
-    """Return platform and compute capability of `compiled_for`, or by default of JAX's backend."""
+    """Return the platform and compute capability that `compiled_for` sets, by default those of JAX's backend."""
     if _TARGET.value is not None:
         return _TARGET.value
     platform = jax.default_backend()
