@@ -71,8 +71,8 @@ def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) 
     """Return the maximum error of a quantization in a block whose largest absolute value is `largest`.
 
     The error is at most half a step of the format, or a full step with stochastic rounding. A full step is
-    `largest` / 127 for int8 and `largest` / 14 for fp8. With fp8 smaller elements have smaller errors. Float32 arithmetic
-    adds `largest` / 2^21, and 2^-126, the smallest normal float32.
+    `largest` / 127 for int8 and `largest` / 14 for fp8. With fp8 smaller elements have smaller errors. Float32
+    arithmetic adds `largest` / 2^21, and 2^-126, the smallest normal float32.
     """
     check_choice("error_bound", "the number format", tuple(FORMATS), dtype=dtype)
     number = FORMATS[dtype]

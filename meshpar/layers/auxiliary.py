@@ -25,13 +25,13 @@ class Reports:
 
     @property
     def loss(self) -> jax.Array | None:
-        """The sum of the losses, or None if there are none."""
+        """Return the sum of the reported losses, or None if there are none."""
         return sum(self.losses[1:], self.losses[0]) if self.losses else None
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Reports]:
-    """Collect the reports of models in the context."""
+    """Yield the `Reports` to which calls of `report` in this context are added."""
     reports = Reports()
     with within(reports=reports):
         yield reports
@@ -45,7 +45,7 @@ def is_listening() -> bool:
 def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
     """Report an auxiliary loss or metrics to the step. Outside a step the call only checks its arguments.
 
-    `train_step` adds the losses to the loss, `eval_step` does not. Both add the metrics to their own. If a loss
+    `train_step` adds the losses to the loss, `eval_step` does not. Both return the metrics. If a loss
     function calls its model several times, losses are added and the last value of a metric is used. Call `report`
     outside of the scan over layers: values inside a transformed function cannot leave it. Layers return an `Aux`.
 
@@ -130,5 +130,5 @@ def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[s
 
 
 def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
-    """Divide sums of metrics by the number of microbatches. Counts stay sums."""
+    """Divide sums of metrics by `total`, the number of microbatches. Counts stay sums."""
     return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}

@@ -36,12 +36,12 @@ def split_batch(x: PyTree, count: int) -> tuple[PyTree, ...]:
 
 
 def join_batch(parts: tuple[PyTree, ...]) -> PyTree:
-    """Invert `split_batch`."""
+    """Join the slices of `split_batch` into arrays `[batch, ...]`, in the original order of examples."""
     return jax.tree.map(lambda *xs: _join(xs), *parts)
 
 
 def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
-    """Check that the first dim of x is the batch, and that `per_example` has a first dim of the batch size or 1."""
+    """Check that the first dim of x is the batch, and the first dim of `per_example` arrays is the batch or 1."""
     where, requested = f"train_step(interleave={count})", f"run layers on {count} slices of the batch"
     leaves, boundaries = jax.tree.leaves(x), current().boundaries
     is_mapped = any(type(leaf).__name__ == "BatchTracer" for leaf in leaves)  # the class is not public
@@ -120,7 +120,7 @@ def _batch_axes(x: jax.Array) -> tuple[Any, int]:
 
 
 def _constrain(x: jax.Array, *entries: Any) -> jax.Array:
-    """Constrain the first dims to these entries of a spec."""
+    """Constrain the first dims of x to these entries of a PartitionSpec."""
     if all(entry is None for entry in entries):
         return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(entries))

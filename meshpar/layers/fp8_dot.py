@@ -21,7 +21,7 @@ from meshpar.sharding.types import AnyMesh, axis_sizes
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 Product = Callable[[Any], Array]
-"""dimension numbers -> product."""
+"""(dimension numbers) -> matmul of two given operands."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -79,7 +79,7 @@ def scaled(
 def fp8_dot_general(
     contracting: Any, batch: Any, reduce: Any, sharding: WeightSharding | None, lhs: Array, rhs: Array
 ) -> Array:
-    """`lax.dot_general` of activations and a weight in 8-bit floats, in the weight's dtype.
+    """Return `lax.dot_general` of activations and a weight, both rounded to 8 bits, in the weight's dtype.
 
     Activations and weights are e4m3 and gradients e5m2. Each has a scalar scale, computed from its largest value when
     it is used ("current" or "dynamic" scaling). For a sharded operand XLA reduces the largest value over all shards, so
@@ -125,7 +125,7 @@ fp8_dot_general.defvjp(_forward, _backward)
 def rowwise_fp8_dot_general(
     contracting: Any, batch: Any, reduce: Any, sharding: WeightSharding | None, lhs: Array, rhs: Array
 ) -> Array:
-    """`fp8_dot_general` with a scale per row of the activations and per column of the weight.
+    """Return `fp8_dot_general` with a scale per row of the activations and per column of the weight.
 
         out[t, n] = a_t b_n sum_k x[t, k] w[k, n]          x, w in e4m3; a_t = max_k|x| / 448, b_n = max_k|w| / 448
         dx[t, k] = c_t sum_n g[t, n] w[k, n]               g: b_n dy[t, n] in e4m3; c_t = max_n|b_n dy| / 448

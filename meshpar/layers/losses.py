@@ -72,7 +72,7 @@ class SumLoss:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EqualMean:
-    """A mean over parts of equal weight. The weight is known when the loss is traced."""
+    """A mean loss of a part of the batch, where all parts have the same weight, known when the loss is traced."""
 
     value: jax.Array
     weight: float | None = dataclasses.field(metadata={"static": True})
@@ -170,20 +170,20 @@ def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
 
 
 def at_least_float32(x: Any) -> jax.Array:
-    """Convert to float32, unless the dtype is larger."""
+    """Convert to float32, unless the dtype has more bits."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 Evaluate: TypeAlias = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[LossTerms, PyTree]]
-"""(params, extra, rows, key) -> (terms, extra)."""
+"""Loss as an engine calls it: (params, other variables, examples, key) -> (LossTerms, updated variables)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """The user's loss as a function of parameters: `(params, extra, rows, key) -> (value, (metrics, extra))`.
 
-    `value` and metrics are scaled by the normalizer.
+    `extra` are the model's other variables and `rows` examples. `value` and metrics are scaled by the normalizer.
     """
 
     terms: Evaluate
@@ -271,7 +271,7 @@ def _first_output(closed: ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[b
     """Return a function that computes the first output of a traced program, and a flag for each input that it reads.
 
     The caller may pass None for other inputs. `dce_jaxpr` handles calls and loops, but keeps equations with effects,
-    such as `jax.debug.print`. The loop removes these at the top level.
+    such as `jax.debug.print`. These are removed at the top level.
     """
     outputs = [at == 0 for at in range(len(closed.jaxpr.outvars))]
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, outputs, instantiate=True)

@@ -75,7 +75,7 @@ class Precision:
         return (matches[-1][1] if matches else None), {pattern for pattern, _ in matches}
 
     def narrow(self, paths: Iterable[str], by: str | None = None) -> frozenset[str]:
-        """Return the paths of parameters in modules with 8-bit matmuls, or with the format `by`."""
+        """Return those of the parameter paths whose modules have 8-bit matmuls, or 8-bit matmuls in the format `by`."""
         if self.matmul is None:
             return frozenset()
         formats = MATMULS if by is None else (by,)
@@ -139,7 +139,7 @@ def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
 # ---- Matmuls in a higher precision than requested -------------------------------------------------------------------
 
 MIN_REPORTED_SHARE = 0.1
-"""Smallest share of a step's matmul FLOPs that is reported. A router or an output layer in float32 is intended."""
+"""Share of a step's matmul FLOPs below which high-precision matmuls, such as a router's, are not reported."""
 
 
 class WideWork(NamedTuple):
@@ -269,7 +269,7 @@ def dot_general(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True,
     names: tuple[str | None, ...] = (), **kwargs: Any,
 ) -> jax.Array:  # fmt: skip
-    """`lax.dot_general` of activations (lhs) and a weight (rhs), with the weight gradient in the reduction dtype.
+    """Return `lax.dot_general` of activations (lhs) and a weight (rhs), whose gradient has the reduction dtype.
 
     XLA reduces a weight gradient over devices directly after its matmul, in the dtype of that matmul. The sum over
     devices therefore has the dtype `Precision.reduce` only in layers that use this function. Pass it as `dot_general=`

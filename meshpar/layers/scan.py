@@ -29,8 +29,8 @@ class Aux(NamedTuple):
     evaluated once, after the last tick, from sums and means over microbatches and devices. This requires that
 
       - the loss only adds `aux.loss`, times a constant, and does not use `aux.metrics`;
-      - a metric, or a variable that the model changes, that uses `aux` uses only `aux`, constants, and the values that
-        the model's variables had before the step (`bias = update_bias(bias, aux.metrics["load"])`);
+      - metrics and updated variables that depend on `aux` otherwise depend only on constants and on the variables
+        before the step (`bias = update_bias(bias, aux.metrics["load"])`);
       - all other metrics are computed per microbatch, as usual.
 
     The results equal those of a scan if losses and metrics are means over examples, or counts.
@@ -82,7 +82,7 @@ setattr(Ahead, "__neg__", _shard_operator("__neg__"))  # noqa: B010
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """Weights of experts, `[E, d, f]`, with a LoRA pair for each: they compute as `weight + scale * a @ b`."""
+    """Weights of experts, `[E, d, f]`, with a LoRA pair for each, used as `weight + scale * a @ b`."""
 
     weight: Any
     a: Any
@@ -118,7 +118,7 @@ class LayerRunner:
     """Whether layers gather their weights in both passes, so that gathered weights are not saved."""
 
     def weights(self, at: str, shards: PyTree) -> PyTree:
-        """Return the weights of a layer. `at` is the path of the stacked layers in the model."""
+        """Return the weights of a layer, given its shards. `at` is the path of the stacked layers in the model."""
         return shards
 
     def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
@@ -255,7 +255,7 @@ def _in_context(layer: Callable[..., Any], at: str, runner: LayerRunner) -> Laye
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlicedLayer:
-    """A layer of slices of the batch, as a layer of the full local batch."""
+    """Adapts a layer that takes a tuple of batch slices: it takes and returns the full local batch."""
 
     layer: Layer
     num_slices: int
@@ -334,9 +334,9 @@ def with_aux(output: Any) -> tuple[Any, Aux | None]:
 
 
 def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
-    """Return the leaf of the model whose path ends in `at`, followed by `path`, the path inside a layer.
+    """Return the stacked leaf with the path `path` within a layer, of the layers whose path ends in `at`.
 
-    Stacks at several paths may match if their `layout` is equal.
+    Leaves of several stacks may match if they have the same `layout`.
     """
     # NNX stores an array as the `value` of a variable.
     suffix = f"/{at}/{path.removesuffix('/value')}".rstrip("/")

@@ -46,11 +46,11 @@ class SliceRows:
 
     @property
     def ranks(self) -> int:
-        """Number of shards."""
+        """Return the number of shards of the batch."""
         return math.prod(axis_sizes(self.mesh)[axis] for axis in self.axes)
 
     def are_contracted(self, product: JaxprEqn) -> bool:
-        """Return whether a matmul contracts the batch: dim 0 of both operands, merged with further dims or not."""
+        """Return whether a matmul contracts the batch: dim 0 of both operands, alone or merged with other dims."""
         contracting, batch = product.params["dimension_numbers"]
         if (0, 0) not in zip(*contracting, strict=True) or batch[0]:
             return False
@@ -60,9 +60,9 @@ class SliceRows:
     def sum_by_rank(
         self, lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], product: JaxprEqn, layouts: Sequence[JaxprEqn]
     ) -> jax.Array:
-        """Return the sum of matmuls like `product` for each rank, `[ranks, ...]`, followed by changes of the layout.
+        """Return the sum of the matmuls `lhs[i] @ rhs[i]` on each rank, `[ranks, ...]`, after changes of its `layouts`.
 
-        All matmuls have the dimension numbers of `product`, which contracts the batch.
+        The matmuls have the dimension numbers of `product`, which contract the batch.
         """
         contracting, _ = product.params["dimension_numbers"]
         numbers: Any = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))
@@ -96,7 +96,10 @@ class Unreduced:
     rows: SliceRows = dataclasses.field(metadata={"static": True})
 
     def reduced(self, spec: PartitionSpec) -> jax.Array:
-        """Return the sum over ranks with a sharding, whose axes are reduce-scattered before the other axes."""
+        """Return the gradient, summed over ranks and sharded as `spec`.
+
+        It is reduce-scattered over the mesh axes in `spec`, and then all-reduced over the other axes of the batch.
+        """
         rows, scattered = self.rows, set(axes_of_spec(spec))
         sizes, remaining = axis_sizes(rows.mesh), list(rows.axes)
         x = self.parts.reshape(*(sizes[axis] for axis in remaining), *self.parts.shape[1:])
@@ -135,7 +138,7 @@ class _Rewritten(NamedTuple):
     is_new: list[bool]
     """For each result, whether it differs from the original."""
     rows: list[SliceRows | None]
-    """For each result, the batch if it is a partial sum per rank."""
+    """For each result that is a partial sum per rank, the batch that was contracted. None for other results."""
 
 
 class _Term(NamedTuple):
@@ -146,7 +149,7 @@ class _Term(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """Equal for terms that are the same function of their operands."""
+        """Return a string that is equal for terms which are the same function of their operands."""
         shapes = [(_aval(x).shape, _aval(x).dtype) for x in self.product.invars]
         return str((shapes, self.product.params, [(eqn.primitive.name, eqn.params) for eqn in self.layouts]))
 
@@ -200,7 +203,7 @@ class _Program:
         return self._in_float32(x, eqn) if name in _SUMS | _LAYOUTS else None
 
     def _in_float32(self, x: Any, eqn: JaxprEqn) -> Var | None:
-        """Add the same equation for the float32 twins of its operands, and return the twin of its result.
+        """Add `eqn` with the float32 twins of its operands, and return the result, the twin of x.
 
         Return None if an operand has no such twin.
         """

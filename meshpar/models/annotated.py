@@ -56,7 +56,7 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
 
 
 def add_bias(layer: nnx.LinearGeneral, y: Array) -> Array:
-    """Add the bias of a layer, if it has one, to the result of a matmul with its `bare` kernel."""
+    """Add the bias of a layer, if it has one, to y, the result of a matmul with the kernel of the layer."""
     return y if layer.bias is None else y + layer.bias[...]
 
 
@@ -114,7 +114,7 @@ class Norm(nnx.RMSNorm):
 def nnx_norm(
     cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
 ) -> nnx.RMSNorm:
-    """Return an RMSNorm. Outside scanned layers, where few arrays are saved, it is that of Flax."""
+    """Return a `Norm`, or Flax's RMSNorm outside scanned layers, where few arrays are saved."""
     return (Norm if in_layers else nnx.RMSNorm)(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,

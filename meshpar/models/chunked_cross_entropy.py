@@ -115,7 +115,7 @@ class _Plan:
         return jnp.pad(shards, padding).reshape(*before, self.ranks, self.num, self.size, *after)
 
     def joined(self, cut: Array) -> Array:
-        """Invert `cut`."""
+        """Reshape `[R, N, C, E]` to `[V, E]`, or `[E, R, N, C]` to `[E, V]`, and remove the padding."""
         before, after = cut.shape[: self.dim], cut.shape[self.dim + 3 :]
         shards = cut.reshape(*before, self.ranks, self.num * self.size, *after)
         shards = lax.slice_in_dim(shards, 0, self.per_rank, axis=self.dim + 1)

@@ -119,8 +119,8 @@ def by_device(
 ) -> Callable[..., Array]:
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
-    Its arguments are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and a `WindowChoice` or
-    None. If the key heads have fewer shards than the query heads, each device receives all key heads and selects the
+    The arguments of the kernel are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and a
+    `WindowChoice` or None. If the key heads have fewer shards than the query heads, each device receives all key heads and selects the
     heads of the local queries.
     """
     if ambient() is None:

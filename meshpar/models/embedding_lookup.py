@@ -51,7 +51,7 @@ class Lookup:
 
 
 def lookup_of(table_VE: Array, tokens_BT: Array) -> Lookup | None:
-    """Return the shardings for `exchanged_rows`, or None if it does not apply or all-gathering the table is cheaper."""
+    """Return the shardings for `exchanged_rows`, or None if the table should be all-gathered or is not sharded."""
     context = ambient()
     if context is None or context.mesh.size == 1:
         return None
@@ -139,7 +139,7 @@ exchanged_rows.defvjp(lambda how, table, tokens: (exchanged_rows(how, table, tok
 
 
 def _local_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
-    """Return the local row index of each token of the group, `num_rows` if it is in another shard, and a local mask."""
+    """Return the local row of each token of the group and a mask of local rows. Rows of other shards are `num_rows`."""
     tokens_GT = lax.all_gather(tokens_BT, how.width, axis=0, tiled=True)
     first = lax.axis_index(how.vocab) * num_rows if how.vocab else 0
     ids_GT = jnp.where(tokens_GT < 0, tokens_GT + how.num_rows, tokens_GT) - first

@@ -197,7 +197,7 @@ def rope(positions_BT: Array, frequencies_F: np.ndarray, dtype: jax.typing.DType
 
 
 def of_kind(cfg: TransformerConfig, angles_BTRF: Rope, kind: Array) -> Rope:
-    """Select the rotary angles of a layer. Dim R has the tables of `rope_tables`."""
+    """Select the angles of a layer of this kind. Dim R of the angles is the index in `rope_tables`."""
     tables = rope_tables(cfg)
     if len(tables) == 1:
         return angles_BTRF._replace(kind=kind)
@@ -207,7 +207,7 @@ def of_kind(cfg: TransformerConfig, angles_BTRF: Rope, kind: Array) -> Rope:
 
 
 def rope_tables(cfg: TransformerConfig) -> list[tuple[bool, float | None]]:
-    """Return the different values of (has_rope, rope_theta) of the kinds of layers."""
+    """Return the distinct values of (has_rope, rope_theta) among the kinds of layers."""
     return list(dict.fromkeys((kind.has_rope, kind.rope_theta) for kind in cfg.kinds))
 
 
@@ -321,7 +321,7 @@ def _selected_width(window: WindowChoice) -> Array:
 
 
 def limits_of(cfg: TransformerConfig, kind: Array | None) -> dict[str, Any]:
-    """Return the keyword arguments for all implementations of attention, for a layer of a kind."""
+    """Return the keyword arguments `scale`, `window` and `cap` of attention in a layer of this kind."""
     windows = tuple(dict.fromkeys(each.window for each in cfg.kinds))
     limits = {"scale": cfg.attention_scale, "window": windows[0], "cap": cfg.attention_cap}
     if len(windows) == 1:

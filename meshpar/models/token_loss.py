@@ -23,7 +23,7 @@ IGNORE_TARGET = -100
 def next_token_loss(
     model: Callable[..., Any], batch: Mapping[str, Array], key: jax.Array, *, z_loss: float = 0.0
 ) -> tuple[MeanLoss, dict[str, Array]]:
-    """Mean cross entropy of the next token, in nats: a loss function for `train_step` and `eval_step`.
+    """Return the mean cross entropy of the next token, in nats. A loss function for `train_step` and `eval_step`.
 
     Args:
       model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, which makes logits in chunks.

@@ -558,7 +558,7 @@ def _compute_local(
 def _router_stats(
     logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, axes: _LayerAxes
 ) -> RouterStats:
-    """Return the statistics over all devices. Pipeline stages sum the counts over the axes of their `shard_map` later."""
+    """Return the statistics over all devices. Pipeline stages sum the counts over the axes in `outer` later."""
     axis, scores = axes.batch or None, routed.scores
     loss = jnp.zeros((), logits.dtype)
     if config.auxiliary_weight:

@@ -20,8 +20,7 @@ from meshpar.sharding.errors import check_cases, check_divides, check_positive_i
 HEALTHY_MAX_OVER_MIN = 1.3
 """Healthy limit of the largest load divided by the smallest."""
 IMBALANCED_MAX_OVER_MIN = 2.0
-"""Largest load divided by the smallest, above which experts with little load learn little and busy ranks delay the step.
-"""
+"""Largest load divided by the smallest, above which rarely used experts learn little and busy ranks delay the step."""
 HEALTHY_DROP_RATE = 0.01
 """Healthy limit of the fraction of dropped assignments. More is a loss of quality."""
 

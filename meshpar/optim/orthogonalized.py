@@ -180,7 +180,7 @@ def _scale_by_muon(
     newton_schulz: Kernel, dims_of: Callable[[PyTree], dict[str, Dims | None]],
     beta: float, nesterov: bool, mu_dtype: Any, consistent_rms: float | None, share: bool,
 ) -> optax.GradientTransformation:  # fmt: skip
-    """Return momentum, orthogonalization and scaling by shape: optax's `scale_by_muon` and `scale_by_shape`."""
+    """Return optax's `scale_by_muon` and `scale_by_shape` (momentum, orthogonalization, scaling) for sharded arrays."""
 
     def init(params: PyTree) -> MuonState:
         return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
@@ -238,7 +238,7 @@ class _Array:
 
     @property
     def group_key(self) -> Any:
-        """Properties that all arrays of a group have in common."""
+        """Return the properties that arrays of a group have in common."""
         shape = tuple(self.x.shape[dim] for dim in self.order[self.num_batch :])
         return shape, self.num_short, self.axes[self.num_batch :], self.batch_axes, self.x.dtype
 
@@ -257,7 +257,7 @@ class _Array:
         return x.reshape(-1, *x.shape[self.num_batch :])
 
     def unflat(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """Undo `flat`."""
+        """Return a stack of matrices as local shards with the shape of `like`."""
         x = x.reshape([like.shape[dim] for dim in self.order])
         return x.transpose(sorted(range(x.ndim), key=lambda dim: self.order[dim]))
 
@@ -364,7 +364,7 @@ def _join_shards(layout: _Layout, x: jax.Array) -> jax.Array:
 
 
 def _split_shards(layout: _Layout, x: jax.Array) -> jax.Array:
-    """Undo `_join_shards`."""
+    """Reshape [matrices, *full] to [rank, matrices, *local shard], in the order of `_join_shards`."""
     ranks = [layout.num_ranks(axes) for axes in layout.dims]
     x = x.reshape(len(x), *(m for n, size in zip(ranks, x.shape[1:], strict=True) for m in (n, size // n)))
     x = x.transpose(*range(1, x.ndim, 2), *range(0, x.ndim, 2))

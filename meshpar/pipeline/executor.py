@@ -4,6 +4,8 @@
              │ reads and writes saved activations         only if some stage sends in this tick
              │ and deferred weight gradients
 
+F, B and W are the forward, input gradient and weight gradient of a chunk for a microbatch.
+
 The program is manual over the stages and over the axes that shard the batch, so each device accumulates its gradients
 locally and reduces them once, after the loop. All other axes are left to XLA: collectives of layers that are sharded
 inside a stage run within a tick and never cross stages.
@@ -81,7 +83,7 @@ class Functions:
     """Boolean pytrees, True for trainable leaves. None means that all leaves are trainable."""
 
     def of_trained(self, tree: PyTree, group: Literal["chunks", "embedding_and_head"]) -> PyTree:
-        """Replace the leaves of frozen parameters by None."""
+        """Return a tree like the parameters of the group, with None for frozen leaves."""
         if self.trained is None:
             return tree
         return jax.tree.map(lambda trainable, x: x if trainable else None, getattr(self.trained, group), tree)
@@ -103,7 +105,7 @@ class StageTotals(NamedTuple):
     """Gradients are `Params` with leaves `[chunk, ...]` of this stage. The loss and the metrics are nonzero only on
     stages with the last chunk; gradients of the embedding also come from stages with the first chunk."""
     aux: dict[str, jax.Array]
-    """Auxiliary metrics `[chunk, ...]` of this stage, unweighted."""
+    """Auxiliary metrics `[chunk, ...]` of this stage. All microbatches have the same weight."""
 
 
 @jax.tree_util.register_dataclass
@@ -116,9 +118,9 @@ class _Carry:
     """Outputs of the last chunk whose loss has not been computed yet."""
     totals: StageTotals
     below: jax.Array
-    """Sum of `late` over the stages before this one, as far as their messages have arrived."""
+    """Sum of the stages' vectors `late` over earlier stages whose messages have arrived."""
     above: jax.Array
-    """Sum of `late` over the stages after this one, as far as their messages have arrived."""
+    """Sum of the stages' vectors `late` over later stages whose messages have arrived."""
 
 
 class Columns(NamedTuple):
@@ -145,7 +147,7 @@ class Plan:
     schedule: Schedule
     slots: Slots
     cells: tuple[tuple[bool, ...], ...]
-    """Distinct combinations of ops in a tick: (F, B, W, whether W is computed together with its own B)."""
+    """Distinct combinations of ops in a tick: (F, B, W, whether B and W are computed together for one microbatch)."""
     columns: Columns
     moves: np.ndarray
     """int32 `[tick, direction, lane]`: 1 if any stage sends."""
@@ -175,7 +177,7 @@ class Plan:
         )
 
     def buffers(self) -> dict[str, int]:
-        """Return the slots of each buffer. All stages run one program, so this is the maximum over stages."""
+        """Return the number of slots of each buffer: the maximum over stages, because all stages run one program."""
         return {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
 
 

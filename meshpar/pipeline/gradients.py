@@ -96,8 +96,9 @@ class StagedRun:
         """Return means over all microbatches and devices, and gradients in the dtype in which they are accumulated.
 
         Without `sync`, loss, metrics, aux and late are the share of each stage, `[stage, ...]`. `params` are in the
-        compute dtype, the leaves of `batch` are `[examples, ...]`, `late` is `[stage, n]`, and `extra` are the other
-        variables of the model, replicated over the stages. Frozen parameters have the gradient None.
+        compute dtype, and the leaves of `batch` are `[examples, ...]`. `late`, `[stage, n]`, has values of each stage
+        to be summed over the stages. `extra` are the other variables of the model, replicated over the stages. `specs`
+        and `grad_specs` are the shardings of parameters and gradients. Frozen parameters have the gradient None.
         """
         device, of_trained = _PerDevice(self, specs), self.functions.of_trained
         grad_specs = Params(
@@ -337,8 +338,8 @@ def value_and_grad(
         params.chunks [chunk, ...]    ─► stage_fn for each chunk, on its stage
         params.embedding_and_head     ─► first_fn before the first chunk, loss_fn after the last
 
-    The loss is the mean over microbatches and devices. Each device accumulates them in at least
-    float32, and they are reduced once, after the loop over ticks. Splitting the backward pass into B and W follows Qi
+    The loss is the mean over microbatches and devices. Each device accumulates gradients in at least float32. They are
+    reduced once, after the loop over ticks. Splitting the backward pass into B and W follows Qi
     et al. 2024, "Zero Bubble Pipeline Parallelism"; stages follow Narayanan et al. 2021, "Efficient Large-Scale
     Language Model Training on GPU Clusters".
 
@@ -347,8 +348,8 @@ def value_and_grad(
         the same function, which must not communicate over `axis`. `inputs` is a `MicrobatchInputs`.
       loss_fn: `(embedding_and_head, y, inputs) -> (loss, metrics)` for one microbatch; metrics is a dict of scalars.
         `mp.MeanLoss` and `mp.SumLoss` combine exactly over microbatches and devices. A scalar loss is a mean over
-        equally many examples. Floating metrics are averaged with the weight of the loss, integers are summed. It runs
-        in B of the last chunk, forward and backward, so logits are not saved.
+        equally many examples. Floating metrics are averaged with the weight of the loss, integers are summed.
+        `loss_fn` runs in B of the last chunk, forward and backward, so logits are not saved.
       schedule: a schedule of `meshpar.pipeline`, or a custom table.
       mesh: a mesh with Auto axes. The size of `axis` is the number of stages.
       first_fn: `(embedding_and_head, inputs) -> x`, such as the embedding. B of the first chunk runs it again. None:

@@ -83,7 +83,7 @@ def _evaluate(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
 
 
 def _as_traced(eqn: JaxprEqn, names: Any = None) -> Any:
-    """Attribute new equations to the source line of `eqn`, and to its scopes inside the current ones."""
+    """Attribute new equations to the source line of `eqn`, and to its scopes inside the current scopes."""
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names or _scopes(eqn))
 
 
@@ -416,7 +416,7 @@ class _CutLoop:
             self.first[: self.loop.num_carry] = [a or b for a, b in zip(carried, self.first, strict=False)]
 
     def finish(self, wanted: Sequence[bool]) -> None:
-        """Plan the second half, for a mask of outputs."""
+        """Plan the second half. `wanted` is the mask of the outputs that it computes."""
         self.second = list(wanted)
         n = self.loop.num_carry
         only_first = [False] * self.loop.num_consts + self.first[:n]
@@ -442,7 +442,7 @@ class _CutLoop:
         return len(self.cut.crossing) + sum(loop.num_saved for loop in self.cut.loops.values())
 
     def inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
-        """Return the mask of the loop inputs that a half reads, from the needs of the body and the outputs."""
+        """Return the mask of the loop inputs that a half reads, given the reads of its body and its outputs."""
         consts, carry, xs = self.loop.split(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 

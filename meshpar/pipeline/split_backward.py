@@ -128,7 +128,7 @@ class SplitVjp:
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
         """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.together`.
 
-        Other methods with names in `_steps` do the same.
+        The other methods whose names end in `_steps` are generators, too.
         """
         out, _ = yield from self._forward.first(jax.tree.leaves((params, x)))
         y, residuals = out[: self._y.count], out[self._y.count :]

@@ -134,17 +134,17 @@ def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Check for a single PRNG key or None."""
+    """Check that `key` is a single PRNG key or None."""
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
     if key is not None and not is_typed and not (dtype == np.uint32 and len(shape) == 1):
         where = f"pipeline PRNG key, {type(key).__name__} of shape {shape}"
         fix = "pass jax.random.key(0), or omit it"
-        raise problem(where, "draw random numbers from it", "it must be a single key", fix, code="wrong-type")
+        raise problem(where, "draw random numbers from it", "the key must be single", fix, code="wrong-type")
 
 
 def check_late(late: Any, schedule: Schedule) -> None:
-    """Check that `late` has shape `[stage, n]` or None."""
+    """Check that `late`, the values of each stage from the previous step, is None or an array `[stage, n]`."""
     if late is not None and (not hasattr(late, "dtype") or late.ndim != 2 or len(late) != schedule.stages):
         where = f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}"
         reason, fix = f"it needs a row for each of {schedule.stages} stages", f"pass a float32 [{schedule.stages}, n]"

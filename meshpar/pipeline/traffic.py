@@ -94,10 +94,10 @@ def makespan(slots: Slots, lengths: np.ndarray) -> float:
 
 
 def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
-    """Return how often a weight is gathered per step if the ticks that use it gather it, int `[stage]`.
+    """Return how often each stage gathers a weight per step, int `[stage]`, if each tick gathers what it uses.
 
-    Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise a B and its own W.
-    `reads` contains whether F, B and W read the weight; see `SplitVjp.reads`.
+    Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise B and W of a
+    microbatch. `reads` contains whether F, B and W read the weight; see `SplitVjp.reads`.
     """
     reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:

@@ -26,7 +26,7 @@ strategy decides when weights are gathered, and results are sent to the neighbor
 
 
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
-    """Read a schedule; see `Schedule.from_csv`."""
+    """Read a schedule from a CSV file. `Schedule.from_csv` describes the format."""
     fix = "write a row for each rank, with equal numbers of global stages, such as `0F0,0B0`"
     content = read_text(path, str(path), fix, requested="read a schedule")
     try:
@@ -76,7 +76,7 @@ def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
 
 
 def text(schedule: Schedule) -> str:
-    """Return the content of the file: a line per stage, a column per tick, each block in its first tick."""
+    """Return a schedule as CSV: a line per stage, a column per tick, each block in its first tick."""
     rows = [[""] * schedule.ticks for _ in range(schedule.stages)]
     for stage, (row, blocks) in enumerate(zip(rows, schedule.order(), strict=True)):
         first_ticks = np.flatnonzero(schedule.begins[:, stage]).tolist()

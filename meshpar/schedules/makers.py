@@ -290,7 +290,7 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
 
 
 MAX_SLOTS = 10**6
-"""Larger tables take minutes to compute and gigabytes of memory."""
+"""Maximum number of tick slots of a table. Larger tables take minutes to compute and gigabytes of memory."""
 
 
 def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
@@ -308,7 +308,7 @@ def _folded(stages: int) -> list[list[int]]:
 
 
 def _alternated(forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int) -> list[Block]:
-    """Run `ahead` forwards, then alternate forwards and full backwards. Both lists contain (microbatch, chunk)."""
+    """Return `ahead` forwards, then alternately forwards and full backwards. Both lists contain (microbatch, chunk)."""
     ahead = min(ahead, len(forward))
     row: list[Block] = [(StageOp("F", *op),) for op in forward[:ahead]]
     for number, op in enumerate(backward):

@@ -239,7 +239,7 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> np.ndarray:
-        """int `[stage]`: maximum number of saved activations of a chunk, each kept from F through W.
+        """int `[stage]`: maximum number of chunk activations that are saved at a time, each from F through W.
 
         Multiply by `stages / num_parts` to convert to activations of a microbatch on 1/`stages` of the model.
         """

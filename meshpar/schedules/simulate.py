@@ -72,7 +72,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:
-    """See `Schedule.simulate`."""
+    """Return the simulation of a step. `Schedule.simulate` documents the arguments."""
     cost = np.stack([_per_stage(schedule, name, value) for name, value in (("f", f), ("b", b), ("w", w))], axis=1)
     latency = _per_stage(schedule, "comm", comm)
     pair_cost = cost.sum(1) if pair is None else _per_stage(schedule, "pair", pair)

@@ -76,7 +76,7 @@ def assign(schedule: Schedule) -> Slots:
 
 
 def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Assign each interval of ticks, inclusive on both sides, the lowest free slot of the stage."""
+    """Assign each interval of ticks, `first` to `last` inclusive, the lowest free slot of its stage."""
     slots = np.full(stage.shape, -1)
     free: dict[int, list[int]] = {}
     used: dict[int, list[tuple[int, int]]] = {}
@@ -95,7 +95,7 @@ def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarra
 
 
 def _messages(schedule: Schedule, receive_buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `sends` and `arrives`, and fill `receive_buffer`."""
+    """Return `Slots.sends` and `Slots.arrives`, and write the slots of received results to `receive_buffer`."""
     done, stage = schedule.done_in, schedule.done_on
     # F sends to the next chunk of the model, B to the previous one.
     all_but_first, all_but_last = np.s_[:, 1:], np.s_[:, :-1]
