@@ -74,7 +74,7 @@ class TileKernel(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowChoice:
-    """Several windows, of which `index` selects one at run time, for a scan over layers with different windows."""
+    """Sliding windows of attention, one of which `index` selects at run time: for a scan over layers of different windows."""
 
     sizes: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
     frequencies: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -286,7 +286,6 @@ class _Softmax(NamedTuple):
     values_nBKGsD: Array
     """Sum of the values, weighted with exp(score - max)."""
     max_nBKGs: Array
-    """Maximum of the scores."""
     sum_nBKGs: Array
     """Sum of the weights exp(score - max)."""
 

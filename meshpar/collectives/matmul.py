@@ -199,7 +199,7 @@ STRIDES = (1, -1)
 
 
 class _MatmulRing(NamedTuple):
-    """A ring as a loop over steps 1 to N-1."""
+    """A ring algorithm as the parts of a loop over steps 1 to N-1."""
 
     init: Any
     """Carry before step 1."""

@@ -46,8 +46,8 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
     """Report an auxiliary loss or metrics to the step. Outside a step the call only checks its arguments.
 
     `train_step` adds the losses to the loss, `eval_step` does not. Both return the metrics. If a loss
-    function calls its model several times, losses are added and the last value of a metric is used. Call `report`
-    outside of the scan over layers: values inside a transformed function cannot leave it. Layers return an `Aux`.
+    function calls its model several times, losses are added and the last value of a metric is used. Layers in a scan
+    must return an `Aux` instead, because the values of a transformed function cannot leave it.
 
     Args:
       loss: scalar, a mean over the batch.

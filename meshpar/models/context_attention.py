@@ -120,8 +120,8 @@ def by_device(
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
     The arguments of the kernel are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and a
-    `WindowChoice` or None. If the key heads have fewer shards than the query heads, each device receives all key heads and selects the
-    heads of the local queries.
+    `WindowChoice` or None. If the key heads have fewer shards than the query heads, each device receives all key heads
+    and selects the heads of the local queries.
     """
     if ambient() is None:
         return kernel

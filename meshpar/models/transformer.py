@@ -81,8 +81,6 @@ class MLP(nnx.Module):
         self.down = linear(cfg.mlp_dim, cfg.embed_dim, names=("mlp", "embed"), init=into_residual(cfg))
 
     def __call__(self, h_BTE: Array, *, overlapped: bool = False) -> Array:
-        """[B T E] -> [B T E]."""
-
         def down(gate_BTM: Array, up_BTM: Array) -> Array:
             hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
             if overlapped:

@@ -113,7 +113,6 @@ def update_bias(
 
 
 def _sign_above_mean(loads: jax.Array) -> jax.Array:
-    """Return the sign of load - mean."""
     total, num_experts = loads.sum(-1, keepdims=True), loads.shape[-1]
     if jnp.issubdtype(loads.dtype, jnp.floating):
         return jnp.sign(loads - total / num_experts)

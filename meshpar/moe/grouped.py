@@ -380,13 +380,11 @@ def _late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> ja
 
 
 def _read(x: jax.Array, block: _Block) -> jax.Array:
-    """Return the rows of a block, with zeros where the mask is False."""
     rows = lax.dynamic_slice_in_dim(x, block.first, block.mask.shape[0])
     return jnp.where(block.mask, rows, jnp.zeros_like(rows))
 
 
 def _write(x: jax.Array, block: _Block, new: jax.Array) -> jax.Array:
-    """Replace the rows of a block."""
     old = lax.dynamic_slice_in_dim(x, block.first, block.mask.shape[0])
     return lax.dynamic_update_slice_in_dim(x, jnp.where(block.mask, new.astype(x.dtype), old), block.first, 0)
 

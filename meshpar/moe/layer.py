@@ -505,7 +505,6 @@ def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
 def _dispatch(
     tokens: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, axes: _LayerAxes, slots: int | None
 ) -> tuple[jax.Array, Dispatched]:
-    """Send tokens to the ranks of their experts and combine the results."""
     typical_rows = len(tokens) // config.chunks * routed.experts.shape[1] if slots is None else None
     # All shards of the hidden dim receive the same tokens. Their gradients are sent back unreduced and summed
     # here, on T tokens, and not on the larger receive buffers.

@@ -22,7 +22,7 @@ HEALTHY_MAX_OVER_MIN = 1.3
 IMBALANCED_MAX_OVER_MIN = 2.0
 """Largest load divided by the smallest, above which rarely used experts learn little and busy ranks delay the step."""
 HEALTHY_DROP_RATE = 0.01
-"""Healthy limit of the fraction of dropped assignments. More is a loss of quality."""
+"""Healthy limit of the fraction of dropped assignments. More drops reduce the quality of the model."""
 
 
 class Load(NamedTuple):
@@ -153,8 +153,8 @@ class Advice(NamedTuple):
 def advice(loads: Loads) -> list[Advice]:
     """Return advice for loads outside of the healthy range, at most one of each kind. Empty if all are healthy.
 
-    With few tokens the load of a perfect router is uneven by chance, so a ratio counts only above the expected ratio
-    for n equal probabilities and a mean of m tokens: (m + s) / (m - s) with s = √(2 m ln n).
+    With few tokens the load of a perfect router is uneven by chance. Therefore a ratio is reported only above the ratio
+    expected for n equal probabilities and a mean of m tokens: (m + s) / (m - s) with s = √(2 m ln n).
 
     Args:
       loads: loads of a layer, or stacked over layers.

@@ -113,7 +113,7 @@ class MoE(nnx.Module):
           drops: False to ignore capacities, as in `moe_layer`.
 
         Returns:
-          The output, and `RouterStats`. Their auxiliary loss is not added to anything: pass the statistics to
+          The output, and `RouterStats`. The auxiliary loss is not yet part of the training loss: pass the statistics to
           `report_layers`, or add `stats.loss` to the loss.
         """
         config = self.config

@@ -252,7 +252,6 @@ class _PerDevice:
         return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
 
     def _normalizer(self, embedding_and_head: PyTree, examples: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
-        """Return the normalizer for the losses of all microbatches and devices."""
         run, last = self.run, jnp.asarray(self.run.schedule.num_parts - 1, jnp.int32)
         keys = jax.vmap(lambda index: micro_key(key, index, last))(jnp.arange(run.schedule.microbatches))
         inputs = MicrobatchInputs(jax.tree.map(lambda x: x[0], examples), keys[0], last, extra)

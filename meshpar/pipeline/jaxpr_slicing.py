@@ -255,7 +255,6 @@ def _marks(atoms: Sequence[Any], marked: set[Variable]) -> list[bool]:
 
 
 def _selected(atoms: Sequence[Any], mask: Sequence[bool]) -> set[Variable]:
-    """Return the set of variables that the mask selects."""
     return {atom for atom, keep in zip(atoms, mask, strict=True) if keep and not isinstance(atom, Literal)}
 
 

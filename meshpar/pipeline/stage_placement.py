@@ -46,7 +46,7 @@ class WeightPlacement:
 
     @staticmethod
     def of(schedule: Schedule, axis: str) -> WeightPlacement:
-        """Return the placement of a schedule."""
+        """Return the placement for a schedule whose stages are on the mesh axis `axis`."""
         rows = schedule.num_parts // schedule.stages
         moves = [
             (part // rows, part % rows, stage, chunk)

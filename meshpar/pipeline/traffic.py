@@ -73,9 +73,9 @@ def traffic(schedule: Schedule) -> StageTraffic:
 
 
 def makespan(slots: Slots, lengths: np.ndarray) -> float:
-    """Return the time at which the last stage ends, with the synchronization of the executor.
+    """Return the time at which the last stage ends if each permute synchronizes neighboring stages, as in the executor.
 
-    Each permute synchronizes neighboring stages. `lengths` are the durations of the ops, `[tick, stage]`.
+    `lengths` are the durations of the ops, `[tick, stage]`. `slots` determines the ticks with permutes.
     """
     sends = slots.sends >= 0
     time = np.zeros(lengths.shape[1])

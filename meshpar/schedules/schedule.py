@@ -155,7 +155,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """Return the schedule that `to_json` wrote. Only `table` is required."""
+        """Return the schedule that `to_json` wrote. Only the key `table` is required."""
         schedule = cls.from_table(
             data["table"], **{field: data[field] for field in ("name", "microbatches", "parts") if field in data}
         )
@@ -376,7 +376,6 @@ def _stage_parts(name: str, parts: Sequence[Sequence[int]] | None, stages: int) 
 
 
 def _ops(cell: Cell, where: str) -> Iterable[StageOp]:
-    """Yield the ops of an entry of a user's table."""
     for op in [cell] if cell and isinstance(cell[0], str) else cell or ():
         is_index = all(isinstance(number, int | np.integer) and 0 <= number < _INDEX_LIMIT for number in op[1:])
         if len(op) not in (2, 3) or not is_index or op[0] not in tuple(KINDS):

@@ -25,8 +25,8 @@ class Slots:
     """Buffer slots that each op reads and writes, and the messages between stages; −1 means none.
 
     In a tick, a stage first runs its ops, which read all buffers and write all but the receive buffer. Then messages
-    are exchanged and written to the receive buffer. A slot can be overwritten in the tick after its last read; a slot
-    of the receive buffer already at the end of that tick.
+    are exchanged and written to the receive buffer. A slot of the receive buffer can be overwritten at the end of
+    the tick of its last read, and all other slots in the next tick.
     """
 
     saved_activations: np.ndarray
