@@ -74,7 +74,7 @@ class TileKernel(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowChoice:
-    """Sliding windows of attention, one of which `index` selects at run time: for a scan over layers of different windows."""
+    """Sliding windows of attention, for a scan over layers of several windows. `index` selects a window at run time."""
 
     sizes: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
     frequencies: tuple[int, ...] = dataclasses.field(metadata={"static": True})

@@ -97,8 +97,8 @@ def matmul_reduce_scatter(
         per device [T, m] @ [m, E] -> [t, E]
         N-1 steps, (N-1)/N n bytes sent, n the unreduced product; half in each direction
 
-    The backward pass is `all_gather_matmul` of the cotangent, with the same bytes. Its gathered rows are also used for
-    the weight gradient. Products and sums are at least float32, and rounded to the dtype of h for each message.
+    The backward pass is `all_gather_matmul` of the cotangent, with the same bytes. The gathered cotangent is also used
+    for the weight gradient. Products and sums are at least float32, and rounded to the dtype of h for each message.
 
     Args:
       h: all rows. The last dims are contracted with all dims of the weight but the last.

@@ -241,7 +241,7 @@ def ring_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine, strides:
 
 
 def _all_reduce_step(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
-    """Run step T of an all-reduce in the buffer `[N, c]`: send a chunk, and `merge` the received and the local chunk."""
+    """Run step T of an all-reduce in the buffer `[N, c]`: send a chunk, and `merge` the received with the local one."""
     num_ranks, rank = len(slots), lax.axis_index(axis)
     outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
     arrived = send_on_ring(take(slots, outgoing), axis, stride, num_ranks)

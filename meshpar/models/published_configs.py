@@ -57,7 +57,7 @@ def deepseek_v3(**changes: Any) -> TransformerConfig:
 
     The multi-token prediction module (14e9 parameters) is not included. The expert biases (14,848 values) are not
     counted, because they are not trainable parameters. The balance loss with a weight of 0.0001 is computed over the
-    batch, and in the paper over each sequence.
+    batch; the paper computes it over each sequence.
     """
     routing = Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4)
     sizes: dict[str, Any] = {

@@ -194,8 +194,8 @@ def grouped_swiglu(
         (silu(x . gate) * (x . up)) . down:   [R, d] -> [R, f] twice -> [R, e]
 
     The blocked implementation is a single loop over blocks, so the hidden activations of only one block exist at a
-    time. For the backward pass the first loop of `grouped_matmul` saves the products with gate and up, and the second
-    recomputes them. Without `typical_rows` all are saved. Forward and backward take nine matmuls per saved row and
+    time. For the backward pass the first loop of `grouped_matmul` saves the products with gate and up, and its second
+    loop recomputes them. Without `typical_rows` all are saved. Forward and backward take nine matmuls per saved row and
     eleven per recomputed row.
 
     Args:

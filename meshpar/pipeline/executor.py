@@ -102,8 +102,9 @@ class StageTotals(NamedTuple):
     """Sums over the microbatches of a device."""
 
     sums: MicrobatchTotals
-    """Gradients are `Params` with leaves `[chunk, ...]` of this stage. The loss and the metrics are nonzero only on
-    stages with the last chunk; gradients of the embedding also come from stages with the first chunk."""
+    """Loss, metrics and gradients. Gradients are `Params` with leaves `[chunk, ...]` of this stage. The loss and the
+    metrics are nonzero only on stages with the last chunk. Gradients of the embedding also come from stages with the
+    first chunk."""
     aux: dict[str, jax.Array]
     """Auxiliary metrics `[chunk, ...]` of this stage. All microbatches have the same weight."""
 
@@ -118,9 +119,9 @@ class _Carry:
     """Outputs of the last chunk whose loss has not been computed yet."""
     totals: StageTotals
     below: jax.Array
-    """Sum of the stages' vectors `late` over earlier stages whose messages have arrived."""
+    """Sum of `late`, a vector of each stage, over the earlier stages whose messages have arrived."""
     above: jax.Array
-    """Sum of the stages' vectors `late` over later stages whose messages have arrived."""
+    """Sum of `late`, a vector of each stage, over the later stages whose messages have arrived."""
 
 
 class Columns(NamedTuple):

@@ -441,7 +441,7 @@ class _CutLoop:
         return len(self.cut.crossing) + sum(loop.num_saved for loop in self.cut.loops.values())
 
     def inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
-        """Return the mask of the loop inputs that a half reads, given the reads of its body and its outputs."""
+        """Return the mask of the loop inputs that a half reads, given the masks of its body inputs and outputs."""
         consts, carry, xs = self.loop.split(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 

@@ -157,7 +157,10 @@ def check_late(late: Any, schedule: Schedule) -> None:
 def grad_owners(
     run: StagedRun, chunk_params: PyTree, embedding_and_head: PyTree, inputs: MicrobatchInputs
 ) -> list[set[int]]:
-    """Check the functions against each other. Return the stages that compute gradients of each `embedding_and_head` leaf."""
+    """Check the functions against each other, and return the stages that compute gradients of each of the leaves.
+
+    The leaves are those of `embedding_and_head`.
+    """
     functions, count = run.functions, len(jax.tree.leaves(embedding_and_head))
     x = jax.eval_shape(functions.first, embedding_and_head, inputs)
     _check_plain("result of first_fn", x, "be sent from stage to stage")

@@ -88,12 +88,12 @@ class WeightPlacement:
         return self.moves > 0 and self.rows == self.chunks
 
     def spread(self, params: PyTree) -> PyTree:
-        """Convert `[rows, ...]` to `[chunk, ...]`, inside a `shard_map` over the stages."""
+        """Convert chunks in model order, `[rows, ...]`, to chunks of the schedule, `[chunk, ...]`."""
         with jax.named_scope("place_weights"):
             return self._moved(params, back=False)
 
     def collect(self, grads: PyTree) -> PyTree:
-        """Convert `[chunk, ...]` to `[rows, ...]`, and sum the copies of a chunk."""
+        """Convert chunks of the schedule, `[chunk, ...]`, to model order, `[rows, ...]`, and sum copies of a chunk."""
         with jax.named_scope(RETURNED):
             return self._moved(grads, back=True)
 

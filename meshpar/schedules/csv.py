@@ -16,7 +16,7 @@ from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import read_text
 
 _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
-"""The ops that each letter of the format stands for. B is the full backward pass, B and W of this package."""
+"""The ops that each letter of the format stands for. The letter B is a full backward pass, B and W of this package."""
 _LETTERS = {kinds: letter for letter, kinds in _KINDS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")

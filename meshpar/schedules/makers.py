@@ -150,8 +150,8 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedule:
     """Return ZB-H2: enough warm-up forwards that no stage is idle between the first and the last op.
 
-    Bubble: (p−1)(F+B−2W). Activations: (2p−1)·M. Both formulas are for W ≤ F, W ≤ B and m ≥ 2p−1. With fewer
-    microbatches, or memory for fewer, k < 2p−1, the bubble is longer by (2p−1−k)W and the activations are k·M. Qi et
+    Bubble: (p−1)(F+B−2W). Activations: (2p−1)·M. Both formulas are for W ≤ F, W ≤ B and m ≥ 2p−1. With only
+    k < 2p−1 microbatches, or memory for only k, the bubble is longer by (2p−1−k)W and the activations are k·M. Qi et
     al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
     `limit` is the maximum number of microbatches with saved activations on a stage. The default, 2p−1, leaves no bubble
