@@ -55,7 +55,7 @@ def expected(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
 
 
 _WITH_SEVERAL = frozenset({"cond", "custom_linear_solve"})
-"""Primitives with several inner jaxprs, such as branches. A result depends on the batch if any argument does."""
+"""Primitives with several inner jaxprs. Their results are marked if any argument depends on the batch."""
 
 
 def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operands: _Operands) -> list[bool]:

@@ -19,11 +19,11 @@ from meshpar.sharding.types import problem
 from meshpar.sharding.units import human_bytes
 
 TOLERANCE = 0.01
-"""Relative growth that passes."""
+"""Growth up to this fraction of the saved value does not exceed the budget."""
 SLACK_BYTES = 4096
-"""Growth by at most this many bytes passes, independent of the saved size."""
+"""Growth up to this many bytes does not exceed the budget, independent of the saved size."""
 SLACK_COUNT = 2
-"""Growth by at most this many collectives per step passes, independent of the saved count."""
+"""Growth up to this many collectives per step does not exceed the budget, independent of the saved count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Budget(Plain):
         budget = parsed(Budget, {"tolerance": TOLERANCE, **data} if isinstance(data, dict) else {}, where, fix)
         if any(total.keys() != _NOTHING.keys() for total in flat(budget.totals).values()):
             reason = f"each of its `totals` must have {' and '.join(_NOTHING)}"
-            raise problem(where, "read a Budget", reason, fix, code="damaged-file")
+            raise problem(where, "read it", reason, fix, code="damaged-file")
         return budget
 
     def check_comparable(self, where: str, *, name: str, target: str, mesh: Mapping[str, int]) -> None:

@@ -51,7 +51,7 @@ class Member:
     """The local operand."""
     op_name: str
     source: str
-    """`file:line`, or empty."""
+    """Line of the user's code as `file:line`, or empty."""
     is_sliced: bool
     """True if every device keeps only a slice of the all-reduced array."""
 
@@ -87,9 +87,9 @@ class Collective:
     """True if it runs only in a branch of a conditional, and the pipeline schedule does not determine the branch."""
     op_name: str
     module: str
-    """Named scopes: `decoder/mlp`."""
+    """Named scopes of the operation, such as `decoder/mlp`."""
     source: str
-    """`file:line`, or empty."""
+    """Line of the user's code as `file:line`, or empty."""
     is_backward: bool
     origin: str
     """`partitioner`, or `kernel` for a collective of a `shard_map`."""
@@ -110,7 +110,7 @@ class Collective:
 
     @property
     def sliced(self) -> tuple[bool, ...]:
-        """For each part, whether every device keeps only a slice of it."""
+        """For each array in `parts`, whether every device keeps only a slice of the result."""
         return tuple(part.is_sliced for part in self.parts)
 
     @property
@@ -124,7 +124,7 @@ class Collective:
 
     @property
     def logical_kind(self) -> str:
-        """The requested kind: reduce-scatter if XLA:CPU lowered it to an all-reduce and a slice."""
+        """The kind, where an all-reduce that XLA:CPU slices on every device counts as a reduce-scatter."""
         return "reduce-scatter" if self.reduce_scatter_as_all_reduce else self.kind
 
     @property
@@ -166,7 +166,7 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
 
 
 def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
-    """Return axes -> kind -> counts and bytes per step. The key of combined axes is `data*fsdp`."""
+    """Return the totals per step as axes -> kind -> `Total`. Combined axes have a key such as `data*fsdp`."""
     sums_by_axes: dict[str, dict[str, np.ndarray]] = {}
     for one in collectives:
         kinds = sums_by_axes.setdefault(one.axes_label, {})
@@ -333,7 +333,7 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
 
 
 def _first_named(computation: Computation, instructions: Sequence[Instruction]) -> Instruction | None:
-    """Return the first instruction with an op name, from these instructions back through their operands."""
+    """Return the first of the instructions that has an op name. If none has one, search their operands."""
     for _ in range(MAX_HOPS):
         named = next((ins for ins in instructions if ins.metadata.op_name), None)
         if named is not None or not instructions:
@@ -376,8 +376,8 @@ def _reader(
 ) -> Instruction | None:
     """Return the instruction that reads array `index` of a collective, if it has a deeper module path than `op_name`.
 
-    The reader shows the origin of collectives that lost their own op name. This happens when XLA combines collectives,
-    or moves a collective to the slice of stacked weights in a loop.
+    A collective may lose its own op name when XLA combines it with others, or when XLA moves it to the slice of stacked
+    weights in a loop. The op name of the reader then shows the origin.
     """
     above, backward = scopes.module_path(op_name), scopes.is_backward(op_name)
     if start.name not in computation.users:
@@ -470,9 +470,9 @@ def _is_sliced(module: Module, computation: Computation, value: Instruction, gro
 def _uses(
     module: Module, computation: Computation, value: Instruction, hops: int
 ) -> Iterator[tuple[Instruction | None, ArrayShape | None]]:
-    """Follow a value through views and fusions, and yield (reader, shape that it slices) for each final reader.
+    """Follow a value through views and fusions, and yield (reader, shape of the value) for each final reader.
 
-    The reader is None if the value is returned. The shape is None if the reader does not have it as first operand.
+    The reader is None if the value is returned. The shape is None if the value is not the reader's first operand.
     """
     if value is computation.root or hops == 0:
         yield None, None

@@ -15,7 +15,7 @@ from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Plain):
-    """A value of both reports; None if a report does not have it."""
+    """A row of the comparison: the values of both reports. None marks a value that a report lacks."""
 
     what: str
     unit: str

@@ -23,7 +23,7 @@ _REMATERIALIZATION = re.compile(
     re.IGNORECASE,
 )
 _WAIT_FOR_PROCESS = "read -r ended || cat <&2"
-"""Shell script that prints the captured text if its standard input ends before this process writes a line to it."""
+"""Shell script that waits for a line from this process. If the process ends first, it prints the captured text."""
 _OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
 
 
@@ -43,7 +43,7 @@ class Rematerialization:
 
 
 class Caught:
-    """The text that `catch_stderr` captured; complete after the block."""
+    """Text that `catch_stderr` captured. It is complete after the `with` block."""
 
     text: str = ""
 
@@ -86,7 +86,7 @@ def catch_stderr() -> Iterator[Caught]:
 
 
 def warnings_in(text: str) -> tuple[str, ...]:
-    """Return the compiler's warnings and errors in its log, without duplicates, time and thread."""
+    """Return the warnings and errors in a compiler log, without duplicates, timestamps and thread ids."""
     matches = (_WARNING.match(line) for line in text.splitlines())
     return tuple(dict.fromkeys(f"{m.group(1) or m.group(3)}: {m.group(2) or m.group(4)}" for m in matches if m))
 

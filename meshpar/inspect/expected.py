@@ -84,7 +84,7 @@ def expected_collectives(
 def step_spec_of(
     setup: Setup, options: StepOptions, batch: Any, *, uses: Mapping[str, ParamUsage] | None = None, **program: Any
 ) -> StepSpec:
-    """Return the `StepSpec` from which components derive their collectives. Arguments as for `expected_collectives`."""
+    """Describe a step for the strategy components. The arguments are those of `expected_collectives`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
@@ -112,9 +112,10 @@ def step_spec_of(
 
 
 def scopes_above(setup: Setup) -> int | None:
-    """Return the number of named scopes outside the model, or None if the model has activation constraints.
+    """Return how many named scopes enclose the model; None if the model constrains its activations.
 
-    Rules by module path need this number. Whether the model has constraints is known after a step has been traced.
+    `source_scopes.rule_for` removes these scopes from module paths. Trace a step before the call, because tracing
+    detects the constraints.
     """
     if not setup.has_free_activations:
         return None
@@ -122,7 +123,7 @@ def scopes_above(setup: Setup) -> int | None:
 
 
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
-    """Return the examples and tokens per shard, for `split` shards of a batch; None if the batch has no tokens."""
+    """Return (examples, tokens) per shard of a batch with `split` shards. Without tokens, the second is None."""
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(rows_of(batch))]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
     # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
@@ -186,7 +187,7 @@ class _Staged:
             yield from filter(None, (gathered, outside, params.renewed(step_spec, weight)))
 
     def _over_stages(self, weight: Weight, reduced: ExpectedCollective | None) -> ExpectedCollective | None:
-        """Return the reduction of a gradient, also over the stage axis if several stages compute parts of it."""
+        """Add the stage axis to the reduction of a gradient if several stages compute parts of the gradient."""
         step_spec, path = self.step_spec, weight.decision.path
         stages = self.traffic.first_stages if path in self.parts.first else frozenset()
         stages |= self.traffic.last_stages if path in self.parts.last else frozenset()
@@ -208,7 +209,7 @@ class _Staged:
         )
 
     def summed_in_cells(self, stage: int) -> Iterator[ExpectedCollective]:
-        """Yield the gradient all-reduces in each W, for parameters that are replicated over sequence axes."""
+        """Yield gradient all-reduces in the W ops of a stage, for parameters replicated over sequence axes."""
         step_spec, count, parts = self.step_spec, self.traffic, self.parts
         for weight, full in zip(self.weights, step_spec.weights, strict=True):
             decision, is_layer = weight.decision, full.decision.leaf.is_stacked
@@ -234,7 +235,7 @@ class _Staged:
             )
 
     def of_side(self, side: _Side) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives of embedding, layers or head, with counts over all layers and microbatches."""
+        """Return the collectives of embedding, layers or head, counted over all layers and microbatches."""
         layers = frozenset(w.decision.path for w in self.step_spec.weights if w.decision.leaf.is_stacked)
         paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
         weights = tuple(weight for weight in self.step_spec.weights if weight.decision.path in paths)
@@ -242,7 +243,7 @@ class _Staged:
         return (*scales.expected_collectives(step_spec), *self.setup.strategy.activation_collectives(step_spec))
 
     def on_stage(self, side: _Side, collective: ExpectedCollective, stage: int) -> ExpectedCollective:
-        """Return a collective of `of_side` with the counts of a single stage."""
+        """Return a collective of embedding, layers or head with its counts on a single stage."""
         runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
         parts = self.parts.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)

@@ -51,7 +51,7 @@ from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
 Compile = Callable[..., Program]
-"""Compiler of a traced or lowered step. `options` replaces the compile options of the step."""
+"""Function that compiles a traced or lowered step. Its keyword `options` replaces the step's compile options."""
 
 
 @overload
@@ -233,7 +233,7 @@ def check_collectives(
       options: the options of the step.
       batch: the global batch.
       collectives: the program's census.
-      jaxpr: the traced step, which shows the collectives of `shard_map` kernels. None: there are none.
+      jaxpr: the traced step, which shows the collectives of `shard_map` kernels. None means no kernels.
       parts: the stage partition of a pipelined step.
       on_cpu: whether XLA:CPU compiled it.
       uses: uses of parameters by path.
@@ -314,7 +314,7 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
-    """Yield a note if each micro-step all-reduces gradient shards across groups, which could happen once per step."""
+    """Yield a note if each micro-step all-reduces gradient shards, although one all-reduce per step would suffice."""
     if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
         return
     if deferred_axes_of(setup, options):
@@ -342,7 +342,7 @@ def _check_equal_parts(state: TrainState) -> None:
         raise problem(
             "explain",
             f"count the collectives of pipeline chunks with {'+'.join(map(str, counts))} layers",
-            "their sizes differ, and the program does not show which stages run the additional layers",
+            "the program does not show which stages run the additional layers",
             f"use {' or '.join(map(str, dict.fromkeys(near)))} layers"
             + " and without stage_layer_offset" * any(pipelined.stage_layer_offset),
             code="unsupported-feature",
@@ -359,7 +359,7 @@ def _check_arguments(step: Any, args: tuple[Any, ...], in_shardings: Any) -> Non
         )
     elif is_step and not (has_state and len(args) in (2, 3)):
         requested = f"use ({', '.join(type(arg).__name__ for arg in args)}) as the arguments of the step"
-        reason, fix = "a training step has a TrainState and a batch", "make the state with mp.init_state"
+        reason, fix = "they must be a TrainState and a batch", "make the state with mp.init_state"
     elif is_step and in_shardings is not None:
         code, requested = "conflict", "use `in_shardings`"
         reason, fix = "the strategy of the state determines the shardings of a training step", "remove it"

@@ -118,7 +118,7 @@ def _with_shardings(args: tuple[PyTree, ...], in_shardings: PyTree) -> tuple[PyT
 
 
 def _struct(x: Any, sharding: Sharding | None) -> Any:
-    """Return an array or a scalar as a `ShapeDtypeStruct`. By default it keeps its `NamedSharding`."""
+    """Return an array or a scalar as a `ShapeDtypeStruct`. Without `sharding`, an array keeps its `NamedSharding`."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         x = np.asarray(x)
     own = getattr(x, "sharding", None)

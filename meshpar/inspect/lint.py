@@ -52,9 +52,9 @@ from meshpar.training.state import Setup
 _Place = tuple[Computation, Instruction]
 
 LATENCY_SHARE = 0.05
-"""Minimum latency that is not hidden, as a fraction of the simulated step, for the rule `small-messages`."""
+"""The rule `small-messages` reports axes whose exposed latency exceeds this fraction of the simulated step."""
 SMALL_BYTES = 2**16
-"""Smaller arrays are ignored: norm scales, statistics of the loss."""
+"""Arrays below this size are ignored, such as norm scales and statistics of the loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Finding(Plain):
     """A performance mistake."""
 
     rule: str
-    """A rule of the table at the top of this module, or `other-dtype` or `wide-compute` of `explain`."""
+    """Name of the rule: one of the table in the module docstring, or `other-dtype` or `wide-compute`."""
     module: str = ""
     """Named scopes of the module, or the path of a parameter."""
     source: str = ""
@@ -115,7 +115,7 @@ class _Context:
     program: Program
     collectives: tuple[Collective, ...]
     setup: Any
-    """The `Setup` of a training step. Rules of other programs do not use it."""
+    """The `Setup` of a training step; None for other programs, which skip the rules that use it."""
     options: StepOptions
     cluster: Cluster | None
     times: Timeline | None
@@ -138,7 +138,7 @@ class _Context:
 
     @functools.cached_property
     def arrays(self) -> tuple[Collective, ...]:
-        """One entry for each array of a collective, before XLA combined them, without small arrays."""
+        """The arrays of all collectives as separate records, as before XLA combined them. Omits small arrays."""
         arrays = itertools.chain.from_iterable(map(per_array, self.collectives))
         return tuple(array for array in arrays if array.payload_bytes >= SMALL_BYTES)
 
@@ -150,7 +150,7 @@ class _Context:
 
     @functools.cached_property
     def param_dims(self) -> frozenset[tuple[int, ...]]:
-        """Sorted dims of parameters, gradients and optimizer state: full and sharded, stacked and per layer."""
+        """Shapes, with sorted dims, of parameters, gradients and optimizer state: full, sharded and per layer."""
         dims: set[tuple[int, ...]] = set()
         for decision in (*self.setup.table.params, *self.setup.table.grads, *self.setup.table.optimizer):
             shards = [num_shards((entry,), self.sizes) for entry in decision.spec]
@@ -171,7 +171,7 @@ class _Context:
 
     @functools.cached_property
     def computes_in_16_bits(self) -> bool:
-        """Whether compute is in 16 bits, by the step's precision, or if it has none, by most of the matmul FLOPs."""
+        """True if the compute dtype has 16 bits; if none is set, true if most matmul FLOPs are in 16 bits."""
         if self.options.precision.compute is not None:
             return np.dtype(self.options.precision.compute).itemsize == 2
         flops_16_bits = total = 0
@@ -220,7 +220,7 @@ def _full_bytes(message: Rematerialization) -> int:
 
 
 def _replicated(context: _Context) -> Iterator[Finding]:
-    """Yield large leaves that are replicated, except by presets such as `ddp` that replicate on purpose."""
+    """Yield a finding for each large replicated leaf, unless a preset such as `ddp` replicates it on purpose."""
     setup, table, by_param = context.setup, context.setup.table, dict[str, list[Decision]]()
     min_bytes = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
     paths = {decision.path for decision in table.params}
@@ -336,7 +336,7 @@ _NEUTRAL = frozenset({"constant", "iota", "partition-id", "replica-id"})
 
 
 def _is_argument(ins: Instruction, name: str) -> bool:
-    """Return whether an instruction is an argument of the step or a leaf of it, such as `batch['inputs']`."""
+    """Return whether an instruction is the argument `name` of the step or one of its leaves: `batch['inputs']`."""
     return ins.opcode == "parameter" and re.match(rf"{re.escape(name)}(?![\w])", ins.metadata.op_name) is not None
 
 
@@ -437,7 +437,7 @@ def _slow_axis(context: _Context) -> Iterator[Finding]:
 
 
 def _small_messages(context: _Context) -> Iterator[Finding]:
-    """Yield mesh axes on which the latency of small messages adds more than `LATENCY_SHARE` to the step.
+    """Yield a finding for each mesh axis whose small messages add more than `LATENCY_SHARE` to the step.
 
     A message is small if its latency exceeds its bandwidth time. Most messages of most steps are small, but hidden or
     few. Therefore the rule compares the latency that is not hidden with the step time.

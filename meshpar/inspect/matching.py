@@ -32,9 +32,9 @@ from meshpar.sharding.printing import Plain
 SMALL = 64
 """Arrays of up to 64 elements are bookkeeping: losses, metrics, norms."""
 SMALL_SHARE = 0.01
-"""Tolerated share of unexpected small arrays in the bytes of a program, if the model constrains no activations.
+"""Maximum share of all sent bytes that unexpected small arrays may have, if the model constrains no activations.
 
-XLA then chooses the sharding of the activations. Arrays of up to `MIN_SHARDED_BYTES` count as small."""
+Without constraints, XLA chooses the sharding of the activations. Arrays of up to `MIN_SHARDED_BYTES` count as small."""
 _RING = "collective-permute"
 _MISSING_COST, _UNASSIGNED_COST = 1000.0, 10.0
 """Costs of a missing and of an unassigned array. The cost of a mismatch in dtype, axes or stacking is below 1."""
@@ -50,7 +50,7 @@ class MatchEntry(Plain):
     axes: tuple[str, ...]
     tensors: tuple[str, ...]
     count: tuple[int, int]
-    """Minimum and maximum expected arrays per step, before combining. For kernels, the traced count."""
+    """Minimum and maximum expected arrays per step, before XLA combines them. For kernels, the traced count."""
     bytes_sent_per_device: float
     """Expected bytes that a device sends per step, at `actual_count` if the expected count is a range."""
     actual_count: int
@@ -98,7 +98,7 @@ class MatchResult(Plain):
     kernels: tuple[MatchEntry, ...] = ()
     """Collectives of `shard_map` kernels that are also in the traced step."""
     small: tuple[MatchEntry, ...] = ()
-    """Losses, metrics and norms."""
+    """Collectives of losses, metrics and norms."""
     unjudged: tuple[MatchEntry, ...] = ()
     """Collectives over `unannotated_axes`, which cannot be judged."""
     unannotated_axes: tuple[str, ...] = ()
@@ -146,7 +146,10 @@ class _Pool:
         return num_arrays, cost
 
     def num_provided(self, expected: ExpectedCollective, array: Collective, stack: int) -> Fraction:
-        """Return how many of the expected arrays one run of `array` sends, by kind, axes and size; 0 if they differ."""
+        """Return how many of the expected arrays one run of `array` sends; 0 if kind, axes or size do not match.
+
+        A collective of a stack of layers sends `stack` arrays at once.
+        """
         kind, axes, elements = array.logical_kind, set(array.axes), _elements(array)
         if kind == _RING and len(expected.axes) == 1 and array.origin == "kernel" and expected.kind != "exchange":
             ranks = self.sizes[expected.axes[0]]
@@ -171,7 +174,7 @@ class _Pool:
         return Fraction(stack if elements in (shard * stack for shard in shards) else elements in shards)
 
     def in_layers(self, array: Collective, stack: int) -> bool:
-        """Return whether a collective runs in the loop over layers, once per layer."""
+        """Return whether a collective runs once per layer in a loop over `stack` layers."""
         return sum(loop.trip_count == stack for loop in array.loops) > (self.micro_steps == stack)
 
     def has_layers(self, expected: ExpectedCollective) -> bool:
@@ -372,8 +375,8 @@ def merge_stages(results: Sequence[MatchResult]) -> MatchResult:
 def _is_bookkeeping(array: Collective, longest: int, batch_axes: set[str]) -> bool:
     """Return whether an array has at most `SMALL` elements, or is a vector that is summed over the batch axes.
 
-    Examples are losses, metrics, norms and batch statistics. A vector has at most `longest` elements. Vectors of the
-    optimizer may use any kind of collective.
+    Examples are losses, metrics, norms and batch statistics. Arrays of at most `longest` elements count as vectors.
+    In the optimizer update, vectors may use any kind of collective.
     """
     if _elements(array) <= SMALL:
         return True

@@ -52,7 +52,7 @@ from meshpar.training.step import TrainStep
 PREALLOCATED = 0.75
 """Fraction of GPU memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
 COMFORTABLE = 0.90
-"""Above this fraction the CUDA context, NCCL's buffers and fragmentation are likely to need the remaining memory."""
+"""Fraction of GPU memory that leaves enough for the CUDA context, NCCL's buffers and fragmentation."""
 MOST_COMPILATIONS = 6
 """Maximum number of remedies that are compiled."""
 MOST_CONTRIBUTORS = 6
@@ -87,7 +87,7 @@ class Remedy(Plain):
     """Peak of the compiled program; None if it was not compiled."""
     fits: bool
     reason: str = ""
-    """Why it was not compiled, or empty."""
+    """Reason why the changed program was not compiled, or empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
-    """Return the bytes of the gradients before the update. Gradients that are reduced once are counted unsharded."""
+    """Return the bytes of the gradients before the update. Gradients that are reduced once per step count unsharded."""
     layout = setup.layout
     specs = layout.updates if options.accumulate == 1 else layout.grads
     pipelined = setup.strategy.pipeline
@@ -351,10 +351,7 @@ def _by_path(setup: Setup) -> Rules | None:
 def _sorted_out(
     changes: Sequence[_Change], setup: Setup, batch: PyTree, limit_bytes: int
 ) -> tuple[list[_Change], list[Remedy]]:
-    """Separate changes to compile from changes that are invalid or cannot fit.
-
-    The second group is returned as remedies with a reason.
-    """
+    """Return the changes to compile, and remedies with a reason for changes that are invalid or cannot fit."""
     valid: list[_Change] = []
     excluded: list[Remedy] = []
     for change in changes:
@@ -383,7 +380,10 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
 
 
 def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
-    """Return variants of the strategy that need less memory, ordered from the least to the most intrusive."""
+    """Return variants of the strategy that need less memory, ordered from the least to the most intrusive.
+
+    With `state`, vary the components that shard the training state; otherwise, vary the other components.
+    """
     strategy, step_spec = setup.strategy, StepSpec(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
     parts = [part for part in strategy.parts if part.shards_state == state]
     if parts or not state:

@@ -55,7 +55,7 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
 
 
 def attention_flops(jaxpr: core.Jaxpr) -> int:
-    """Return the FLOPs of library attention kernels in a jaxpr. A backward kernel counts like its forward pass."""
+    """Return the FLOPs of library attention kernels in a jaxpr. Backward kernels count as much as forward kernels."""
     return matmul_flops(jaxpr, products={})
 
 
@@ -67,9 +67,10 @@ def matmul_flops(
 ) -> int:
     """Return the FLOPs of the matmuls and convolutions of a jaxpr, including loops, branches and calls.
 
-    Scans are multiplied by their length, and `while` loops by a constant trip count or 1. A choice between windows
-    counts as the mean over layers. Only the most expensive branch of any other `cond` counts, and the body of a
-    `shard_map` counts once for every device that it is manual over.
+    Scans are multiplied by their length, and `while` loops by a constant trip count or 1. A `cond` that selects the
+    attention window of a layer counts as the mean over layers. Only the most expensive branch of any other `cond`
+    counts, and the body of a `shard_map` counts once for every device that it is manual over. `products` maps
+    primitives to functions that return their FLOPs, by default all primitives with matmuls.
     """
     notes, products = {} if notes is None else notes, _PRODUCTS if products is None else products
     return sum(_equation_flops(equation, notes, products) for equation in jaxpr.eqns)

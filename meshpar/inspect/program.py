@@ -27,7 +27,7 @@ class Program:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Outputs that reuse donated arguments."""
+    """Bytes of outputs that reuse donated arguments."""
     temporary_bytes: int
     compile_s: float
     host_temporary_bytes: int = 0
@@ -39,7 +39,7 @@ class Program:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, temporaries, and outputs that do not reuse donated arguments."""
+        """Sum of arguments, temporaries, and outputs that do not reuse donated arguments."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @functools.cached_property
@@ -49,7 +49,7 @@ class Program:
 
     @property
     def rematerializations(self) -> tuple[messages.Rematerialization, ...]:
-        """The compiler's messages about tensors that it had to replicate fully in order to reshard them."""
+        """The compiler's messages about tensors that are replicated in order to reshard them."""
         return messages.rematerializations(self.warnings)
 
 

@@ -28,7 +28,7 @@ Style = Literal["", "good", "bad", "warn", "faint", "strong"]
 AnyReport: TypeAlias = Report | FunctionReport
 
 MOST_ROWS = 20
-"""Maximum number of rows in a table. Text counts the others in one line, HTML folds them."""
+"""Maximum number of rows of a table. Plain text counts the omitted rows in a line, HTML folds them."""
 TEXT_COLUMNS = 160
 """Width of a report as plain text."""
 ROOMY_COLUMNS = 130
@@ -60,7 +60,7 @@ class Cell:
 
 
 Text: TypeAlias = Cell | str
-"""A cell, or its text if it has no style."""
+"""A cell, or the text of a cell without style."""
 
 
 def _cell(text: Text) -> Cell:
@@ -174,7 +174,6 @@ def _where(item: Collective | Contributor | Finding | Unexpected) -> str:
 
 
 def _without_repeats(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts, with repetitions replaced by "as above"."""
     seen: set[str] = set()
     for text in texts:
         yield "as above" if text in seen else text

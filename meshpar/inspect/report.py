@@ -106,14 +106,14 @@ class Report(_ProgramReport):
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
     unit: ClassVar[str] = "step"
-    """Counts and times are per step."""
+    """Unit to which counts and times refer: a training step."""
 
     @property
     def is_as_expected(self) -> bool:
         """Whether the program has no unexpected collectives.
 
-        If the model constrains no activations, they are expected to keep the sharding of the batch, so that only
-        parameters and gradients are sent. Collectives over `matching.unannotated_axes` are not judged.
+        Activations without constraints are expected to keep the sharding of the batch, so that only parameters and
+        gradients are sent. Collectives over `matching.unannotated_axes` are not judged.
         """
         return not self.matching.unexpected
 
@@ -159,7 +159,7 @@ class FunctionReport(_ProgramReport):
     name: str
     memory: FunctionMemory
     unit: ClassVar[str] = "call"
-    """Counts and times are per call of the function."""
+    """Unit to which counts and times refer: a call of the function."""
 
     def __repr__(self) -> str:
         return f"<FunctionReport: {self.name} on {self.devices} devices, {self.target}>"

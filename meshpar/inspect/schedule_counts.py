@@ -74,7 +74,10 @@ class ScheduleCounts:
         return makespan(self._plan.slots, lengths)
 
     def executions(self, visit: Visit) -> tuple[int, np.ndarray] | None:
-        """Return the index of the tick loop in `visit.loops`, and bool `[tick, stage]`: where the computation runs."""
+        """Return (index of the tick loop in `visit.loops`, mask `[tick, stage]` of the slots that run the computation).
+
+        Returns None outside the schedule's conditionals.
+        """
         selected = None
         for branch in visit.branches:
             mask = self.mask(branch)
@@ -84,7 +87,7 @@ class ScheduleCounts:
         return selected
 
     def mask(self, branch: Branch) -> np.ndarray | None:
-        """Return bool `[tick, stage]`: where the schedule selects the branch. None for a conditional of the model."""
+        """Return the mask `[tick, stage]` of the slots that take a branch; None for a conditional of the model."""
         columns = self._plan.columns
         scope, last = ["", "", *scopes.components(branch.op_name)[:-1]][-2:]  # the two innermost scopes
         if last == CELL and branch.of == len(self._plan.cells):

@@ -1,6 +1,6 @@
 """Partition of a model into pipeline stages: stage outputs, embedding parameters and head parameters.
 
-It is derived from the loss function, traced for the local batch without the layers. Nothing is compiled.
+The partition follows from a trace of the loss function with a local batch and without the layers. Nothing is compiled.
 """
 
 from __future__ import annotations

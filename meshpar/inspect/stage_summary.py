@@ -42,9 +42,9 @@ class Stages(Plain):
     """Number of pipeline chunks of the model, over all stages."""
     ticks: int
     bubble_fraction: float
-    """Idle share of the stages' time from the start of the step to its end, if F, B and W take equal time."""
+    """Idle share of all stages' time in a step, if forward, input-gradient and weight-gradient ops take equal time."""
     span_bubble_fraction: float
-    """Idle share between the first and the last op of a stage, for the worst stage, if F, B and W take equal time."""
+    """Idle share between the first and the last op of the worst stage, if its ops all take equal time."""
     waiting_fraction: float | None
     """Fraction of the predicted step that stages wait for each other, on average; None without a prediction."""
     peak_activations: tuple[int, ...]

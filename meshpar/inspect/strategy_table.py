@@ -65,7 +65,7 @@ CASES = (
     ReferenceCase("ddp() | context_parallel(kind='all-to-all')", "context=8", "sequence; heads inside attention"),
     ReferenceCase("fsdp(quantize='int8')", "fsdp=8", "as zero3, sent in int8"),
 )
-"""Rows of the table."""
+"""Strategies of the table, in the order of its rows."""
 
 
 def step() -> TrainStep:

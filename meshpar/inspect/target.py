@@ -31,7 +31,7 @@ from meshpar.sharding.types import AnyMesh, problem
 def topology(cluster: str | Cluster) -> list[jax.Device]:
     """Return the compile-only devices of a cluster; device i is in node `i // gpus_per_node`.
 
-    Build a Mesh of them and lower abstract inputs for it. They cannot run programs.
+    The devices cannot run programs. Build a Mesh of them, and lower functions for abstract inputs on this mesh.
     """
     from jax.experimental import topologies
 
@@ -66,8 +66,8 @@ def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMe
 def traced_for(cluster: Cluster | None) -> Iterator[None]:
     """Trace cuDNN's attention and tokamax's kernels for the GPU of a cluster instead of the local GPU.
 
-    They inspect the devices of the process, not those of the mesh: jax accepts large head sizes on newer GPUs only, and
-    tokamax has kernels for each GPU generation. With this context they choose the same kernels as on the pod.
+    Both inspect the devices of the process, not of the mesh: jax accepts large head sizes on newer GPUs only, and
+    tokamax has kernels for each GPU generation. In this context, both choose the same kernels as on the pod.
     """
     if cluster is None:
         yield

@@ -46,7 +46,7 @@ _DERIVED = ("XLA Ops", "XLA Modules", "Steps", "Framework Name Scope", "Framewor
 
 
 class Event(NamedTuple):
-    """An operation on a device, in nanoseconds of the trace's clock."""
+    """An operation on a device. Times are in nanoseconds of the trace's clock."""
 
     device: int
     module: str
@@ -59,7 +59,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent(Plain):
-    """A cost of a step, such as idle time."""
+    """A part of the step time: idle time, an exposed collective, or an operation."""
 
     what: str
     time_s: float
@@ -146,7 +146,7 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     """Read a profile.
 
     Args:
-      path: see `find`.
+      path: a trace file, or the folder of a run, of which the newest trace is read.
       report: report for the same step, with predictions, phases and module names.
       links: measured links between these devices, for collectives without a time in the report. Defaults to
         `hardware.clusters.HOST_DEVICES` on CPU host devices.
@@ -262,7 +262,6 @@ class _Time:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping intervals and sort them."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:

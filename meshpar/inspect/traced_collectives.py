@@ -83,7 +83,7 @@ def enters(jaxpr: Any, scope: str) -> bool:
 
 
 def vocab_chunks(jaxpr: Any) -> int:
-    """Return in how many chunks the loss multiplies by the head matrix. The last chunk is computed after the loop."""
+    """Return the number of vocabulary chunks in the loss. The last chunk is computed after the loop."""
     scans = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan" and in_scope(eqn, SCOPE))
     return max((int(eqn.params["length"]) + 1 for eqn in scans), default=1)
 

@@ -1,1 +1,1 @@
-"""A parser of HLO text and the program that it yields."""
+"""A parser of HLO text, and data classes of the parsed program."""

@@ -1,4 +1,4 @@
-"""Replica groups of a collective as tuples of device numbers, from the three forms of XLA."""
+"""Replica groups of a collective as tuples of device numbers, parsed from XLA's three notations."""
 
 from __future__ import annotations
 

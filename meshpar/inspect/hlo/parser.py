@@ -107,7 +107,7 @@ def _metadata(text: str, frames: Mapping[int, tuple[Frame, int]]) -> Metadata:
 
 
 def _frames(text: str) -> dict[int, tuple[Frame, int]]:
-    """Return the stack tables: (frame, parent) by id."""
+    """Parse the stack tables into frame id -> (frame, id of the caller's frame or 0)."""
     tables = {name: dict(_ROW.findall(rows)) for name, rows in _TABLE.findall(text)}
     files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
     places = {key: dict(_FIELD.findall(row)) for key, row in tables.get("FileLocations", {}).items()}

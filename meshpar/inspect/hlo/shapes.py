@@ -51,7 +51,7 @@ class ArrayShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TupleShape:
-    """A tuple of shapes, nested as in the text."""
+    """A tuple of shapes, which may themselves be tuples."""
 
     elements: tuple[Shape, ...]
 

@@ -12,7 +12,7 @@ from meshpar.collectives.attention import window_shares
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 
 VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
-"""Opcodes that pass an array on unchanged, up to its dtype and layout."""
+"""Opcodes that return the elements of their operand, possibly with another shape, dtype or layout."""
 
 MAX_HOPS = 64
 """Maximum number of instructions to follow from a value to its source or its readers."""
@@ -27,7 +27,7 @@ class Loop:
     body: str
     """Name of the body computation."""
     trip_count: int | None
-    """None if it is unknown to XLA."""
+    """Number of iterations; None if XLA does not know it."""
     op_name: str = ""
 
 
@@ -47,7 +47,7 @@ class Branch:
 
     @property
     def share(self) -> Fraction | None:
-        """Share of the runs that take this branch, if the conditional is a choice between windows of layers."""
+        """Fraction of layers that take this branch, if it selects a layer's attention window; otherwise None."""
         shares = window_shares(self.op_name)
         return None if shares is None or len(shares) != self.of else shares[self.index]
 
@@ -64,16 +64,16 @@ class Visit:
     in_fusion: bool = False
     """True for the body of a fusion. Its instructions form one kernel, so intermediate values need no memory."""
     wrapper: Instruction | None = None
-    """The `async-start` or `fusion-start` that runs it asynchronously, if any."""
+    """The `async-start` or `fusion-start` that runs the computation asynchronously, or None."""
 
     @property
     def in_branch(self) -> bool:
-        """True if a conditional decides whether it runs, and its share of the runs is unknown."""
+        """True if the computation is in a branch and it is unknown how often the branch is taken."""
         return any(branch.share is None for branch in self.branches)
 
     @property
     def times(self) -> int:
-        """Executions per run of the program. Loops of unknown length count once, and unknown branches as taken."""
+        """Executions per run of the program. A loop of unknown length counts once, an unknown branch as taken."""
         trips = math.prod(loop.trip_count if loop.trip_count is not None else 1 for loop in self.loops)
         return round(trips * self.share)
 

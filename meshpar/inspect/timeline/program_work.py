@@ -85,7 +85,8 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
 def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
     """Return the matmul FLOPs per device and step.
 
-    A choice between windows counts as the mean over layers. For other conditionals, the most expensive branch counts.
+    A conditional that selects the attention window of a layer counts as the mean over layers. For other conditionals,
+    the most expensive branch counts.
 
     Args:
       module: the program.

@@ -155,7 +155,6 @@ class Roofline:
         return self._written_inside(self._module.computations[inside[0]], MAX_HOPS) if inside else ins.shape.nbytes
 
     def _written_inside(self, inner: Computation, hops: int) -> int:
-        """Return the bytes that a fused computation writes."""
         root = inner.root
         if root.opcode != "tuple":
             return self._result(inner, root, hops)
@@ -175,7 +174,6 @@ class Roofline:
 
 
 def _in_place(inner: Computation) -> list[Instruction]:
-    """Return the in-place updates among the results of a computation."""
     root = inner.root
     results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
     values = [skip_views(inner, result) for result in results]
@@ -183,7 +181,7 @@ def _in_place(inner: Computation) -> list[Instruction]:
 
 
 def _nbytes(part: Shape, of: ArrayShape) -> int:
-    """Return the bytes of as many elements as `part` has, in the dtype of `of`."""
+    """Return the size of `part` in bytes if its elements had the dtype of the array `of`."""
     size = sum(leaf.size for leaf in part.leaves())
     return -(-size * dtype_bits(of.dtype) // 8)
 

@@ -53,7 +53,7 @@ class Op:
     stream: Stream
     start_s: float
     end_s: float
-    """For a loop, the end of the last iteration."""
+    """End of the op; for a loop, the end of the last iteration."""
     kind: str
     """`matmul`, `kernel`, `loop`, or the kind of collective."""
     label: str
@@ -131,17 +131,17 @@ class Timeline:
     hidden_s: Mapping[str, float]
     """Part of `network_s` that is overlapped with compute."""
     collectives: tuple[Timed, ...]
-    """In the order of the census."""
+    """The collectives with their times, in the order of the census."""
     segments: tuple[Segment, ...]
-    """The program first, then its loops, outer loops first."""
+    """Segments of the program: first its top level, then its loops, outer loops first."""
     launch_s: float = 0.0
     """Time that short kernels take longer than their work, because of the launch; 0 if launches were not measured."""
     bubble_s: float = 0.0
     """Time that a pipeline stage waits for other stages, averaged over stages."""
     rates: str = ""
-    """The kernel rates of the simulation."""
+    """Text about the kernel rates of the simulation and their source."""
     notes: tuple[str, ...] = ()
-    """Limitations of these times."""
+    """Limitations of the simulated times."""
 
     @property
     def exposed_s(self) -> dict[str, float]:
@@ -478,7 +478,7 @@ def _better(*covers: Cover) -> Cover:
 
 
 def _started_by(computation: Computation, done: Instruction) -> str:
-    """Return the name of the start instruction of a done, looking through updates."""
+    """Return the name of the `-start` instruction of a `-done`, possibly through `-update` instructions."""
     for _ in range(MAX_HOPS):
         if not done.operands:
             break

@@ -27,7 +27,7 @@ class Overlap(Plain):
     exposed: tuple[Timed, ...]
     """Collectives without a matmul to overlap with, longest exposed time first."""
     reason: str = ""
-    """Reason why the numbers are missing; empty if they are not missing."""
+    """Reason why the numbers are missing, or empty."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -68,7 +68,7 @@ class Compute(Plain):
     ratio: float | None
     """Compiled FLOPs over model FLOPs. Recomputation, padding and replicated work raise the ratio above 1."""
     predicted_step_s: float | None = None
-    """Step time of the timeline; None without one."""
+    """Simulated step time; None without a timeline."""
     utilisation: float | None = None
     """Model FLOP utilisation: model FLOP/s of the predicted step over the GPU's peak, for the dtype with most FLOPs."""
     bound: str | None = None
@@ -157,7 +157,7 @@ def compute(
       times: the simulated program, or None.
       reason: why there is no simulation.
       cells: execution counts of a pipelined program; the results are then averages over stages.
-      cluster: the cluster of the timeline, for `bracket`.
+      cluster: the cluster that `times` was simulated for. None omits the range of the step time.
     """
     flops = work.flops_per_step(module, cells)
     model_share = model_flops.step / num_devices if model_flops is not None else None
