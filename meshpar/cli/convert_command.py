@@ -13,7 +13,7 @@ from meshpar.sharding.errors import MeshparError
 
 
 def _suggest_layouts(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: if the default layout does not divide a size, its error suggests --mesh and --devices."""
+    """Decorate a command so that errors about sizes that FSDP cannot shard suggest --mesh and --devices."""
 
     @functools.wraps(command)
     def run(**kwargs: Any) -> None:

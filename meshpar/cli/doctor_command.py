@@ -29,7 +29,7 @@ _RELEVANT = re.compile(
     "|JOB_COMPLETION_INDEX|PMI_(RANK|SIZE)|COORDINATOR_(ADDRESS|PORT)|PROCESS_ID|NUM_PROCESSES"
     "|(?i:(https?|grpc)_proxy)"
 )
-"""Names of the reported environment variables."""
+"""Pattern for the names of the reported environment variables."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

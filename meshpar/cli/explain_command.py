@@ -183,7 +183,7 @@ class Subject:
         return Subject(path=path, recipe=recipe, cluster=pod, mesh=mesh, batch=batch, **options)
 
     def against(self, other: str) -> Subject:
-        """Return the second subject of a comparison. The value of --against is a recipe, mesh, strategy or cluster."""
+        """Return the second subject of a comparison. `other` (--against) is a recipe, mesh, strategy or cluster."""
         same: dict[str, Any] = {"assignments": self.assignments, "shapes": self.shapes}
         if re.search(r"\.py(:\w+)?$", other):
             return Subject.of(other, self.cluster, layout=(), **same)

@@ -71,7 +71,7 @@ class _Launcher(NamedTuple):
     process_id: str
     num_processes: tuple[str, ...]
     coordinator: tuple[str, ...] = ()
-    """Required variables, for launchers without a different way to find process 0."""
+    """Variables with the address of process 0; empty if jax can detect the address."""
     local_rank: str = ""
     local_size: str = ""
 
@@ -243,7 +243,6 @@ def _keep_stdout() -> None:
 
 
 def _value(env: Env, *names: str) -> str:
-    """Return the first nonempty value, or an empty string."""
     return next((env[name].strip() for name in names if env.get(name, "").strip()), "")
 
 
@@ -361,7 +360,7 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:
-    """Return the name of jax's detection method for the fields that are None, or `deactivate` if none is None."""
+    """Return the name of jax's detection method for the fields that are None; `deactivate` if all are set."""
     if launch.coordinator is not None:
         return "deactivate"
     if launch.source == "cloud-tpu":

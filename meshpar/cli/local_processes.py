@@ -32,7 +32,7 @@ BEGAN_WITH = "MESHPAR_BEGAN_WITH"
 GRACE_S = 20.0
 """Seconds that the other processes have to end after a process failed, before they are killed."""
 RESTART_GRACE_S = 2.0
-"""`GRACE_S` if the command is restarted. It is short, because the others cannot save without the lost process."""
+"""Value of `GRACE_S` before a restart. Waiting longer is useless: without the lost process, no process can save."""
 COMMAND = (sys.executable, "-m", "meshpar.cli.main")
 _GIVEN_UP = 1  # exit code of the watchdog after the loss of a process
 _POLL_S = 0.1
@@ -43,13 +43,13 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
     """Run a command as several processes and wait for them. If one of them fails, all are killed.
 
     The host devices of `XLA_FLAGS`, or the visible GPUs, are divided among the processes. Signals are passed on to all
-    processes. If this process dies, they end.
+    processes. If this process dies, all of them end.
 
     Args:
       args: arguments of the command, without the name of the program.
       processes: number of processes.
       restarts: maximum number of restarts. The command is restarted if a process was killed, or ended by the watchdog.
-        It resumes from the newest checkpoint with fewer processes. They divide all devices, so the mesh is the same.
+        It resumes from the newest checkpoint with fewer processes, which share all devices, so the mesh is the same.
       shrink: restart without the devices of the lost process, as on a pod; see `shrunk`.
 
     Returns:
@@ -89,7 +89,7 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
 
 
 def _survivors(processes: int, began_with: int) -> int:
-    """Return the largest number of processes below `processes` that divides the number at the start."""
+    """Return the largest number of processes that is below `processes` and divides `began_with`."""
     return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
 
 
@@ -112,8 +112,8 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
 def follow_parent() -> None:
     """Start a thread that ends this process after the loss of its parent or of a local process.
 
-    Before this process has joined the pod, it just ends, because the parent has already reported the loss. Later, the
-    watchdog of this process reports the loss. It would detect a killed process late, so the parent reports it.
+    Before this process has joined the pod, it ends without a message, because the parent has already printed the loss.
+    Later, its watchdog prints the loss. The watchdog alone would detect the loss late, so the parent informs it.
     """
     parent = os.environ.get(PARENT)
     if parent is None:
@@ -143,7 +143,10 @@ def follow_parent() -> None:
 def _wait(
     started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, news: IO[bytes]
 ) -> int:
-    """Wait until all processes have ended. Return the exit code of the first that failed, or 0."""
+    """Wait until all processes have ended. Return the exit code of the first that failed, or 0.
+
+    A failure is written to the file `news`, which all processes read.
+    """
     failed: int | None = None
     kill_at = float("inf")
     is_passed_on = False
@@ -162,7 +165,7 @@ def _wait(
 
 
 def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -> int | None:
-    """Return the exit code of a failed process, or None. Report the failure to the user and to all processes."""
+    """Return the exit code of a failed process, or None. Print the failure, and write it to the file `news`."""
     for number, process in enumerate(started):
         if code := process.poll():
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name

@@ -149,7 +149,7 @@ COMMANDS = {
 
 
 class _Group(click.Group):
-    """Click group of the commands in this file and in `COMMANDS`. Their modules are imported only to run them."""
+    """Click group of the commands in this file and in `COMMANDS`. The module of a command is imported when it runs."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -236,7 +236,7 @@ def _xla(context: click.Context, parameter: click.Parameter, values: tuple[str, 
     """Treat `--xla NAME=VALUE` as `--set step.xla.NAME=VALUE`. It is eager, so click reads it before `--set`."""
     for value in values:
         if not re.fullmatch(r"[^=]+=.+", value):
-            reason, fix = "it must be NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"
+            reason, fix = "the format is NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"
             raise problem(f"--xla {value}", "set an XLA option", reason, fix, code="bad-syntax")
     context.meta[__name__] = tuple(f"step.xla.{value.lstrip('-')}" for value in values)
 
@@ -264,9 +264,9 @@ COMPARED_LATER = (
     "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
     "as_json",
 )  # fmt: skip
-"""Options of `train` that need not be equal when processes join.
+"""Options of `train` that are not compared when processes join.
 
-The options of the first row are compared later, as fields of the recipe. `as_json` is never compared.
+All except `as_json` set fields of the recipe, which is compared later. `as_json` may differ.
 """
 
 
@@ -504,7 +504,7 @@ def writing(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = f"that failed ({error.strerror or error})"
+        reason = f"the system reports: {error.strerror or error}"
         raise problem(path, "write to it", reason, "name another file", code="not-writable") from None
 
 

@@ -26,7 +26,7 @@ _OF_A_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG
 
 @contextlib.contextmanager
 def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
-    """Run the block, and end all processes if it fails in any of them. A single process just runs it.
+    """Run the block. If it fails in a process, end all processes. A single process only runs the block.
 
     All processes raise an error if versions, flags or options differ between them.
     """

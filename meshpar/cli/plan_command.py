@@ -121,7 +121,7 @@ def plans_for(
         field = assignment.partition("=")[0].strip()
         if field in _CHOSEN or field.startswith("mesh."):
             reason, fix = f"the planner chooses {', '.join(_CHOSEN)}", "remove it, or check a mesh with --why-not"
-            raise problem(f"--set {assignment}", f"fix `{field}`", reason, fix, code="conflict")
+            raise problem(f"--set {assignment}", f"set `{field}`", reason, fix, code="conflict")
     # The batch size from --set may not be divisible by the recipe's micro-steps, which the planner replaces.
     recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "step.accumulate=1")
     recipe = with_model(recipe, from_hf, assignments)

@@ -100,7 +100,10 @@ def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
 def figure_of(
     width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a new figure and its panels, row by row. pyplot does not keep the figure."""
+    """Return a new figure and its panels, row by row. `how` are further arguments of `Figure.subplots`.
+
+    pyplot does not keep the figure.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
@@ -133,7 +136,6 @@ def _bar(panel: Axes, row: float, start: float, end: float, color: str, *, heigh
 
 
 def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw a legend entry for each name and style."""
     from matplotlib.patches import Patch
 
     handles = [Patch(**style, label=name) for name, style in parts.items()]
@@ -141,7 +143,6 @@ def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def _mark(axes: Axes, text: str, at: float) -> None:
-    """Draw a vertical line at `at`, with a label at its lower end."""
     axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
     axes.annotate(
         text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
@@ -150,7 +151,7 @@ def _mark(axes: Axes, text: str, at: float) -> None:
 
 
 def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
-    """Set a few ticks per decade, written as `10 kB`, without minor ticks."""
+    """Set ticks at the multiples `of_decade` of each power of ten, with labels such as `10 kB`."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
@@ -326,8 +327,8 @@ _TIMELINE_INCHES = 8.6
 def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
 
-    The plot shows one iteration of the innermost loop with communication; of several, the longest per step. A program
-    without loops is drawn completely.
+    The plot shows one iteration of an innermost loop with communication. Among several such loops, it shows the one
+    with the longest time per step. A program without loops is drawn completely.
     """
     sending = {loop.name for loop in timeline.loops if any(op.stream == "communication" for op in loop.ops)}
     loops = [loop for loop in timeline.loops if loop.name in sending and sending.isdisjoint(op.name for op in loop.ops)]
@@ -483,7 +484,8 @@ def memory(reports: Mapping[str, Memory]) -> Figure:
 def collectives(found: Collectives) -> Figure:
     """Plot the time of collectives over size: measured (points with quartiles) and by the fitted model (dashed).
 
-    Each collective and mesh axis has a panel. A vertical line is where the model's ring and recursive doubling cross.
+    Each collective and mesh axis has a panel. A vertical line marks the size at which the ring and recursive doubling
+    take the same time in the model.
     """
     cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
     columns = min(2, len(cases))
@@ -549,7 +551,7 @@ def growth(found: Growth) -> Figure:
 def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
     """Simulate pipeline schedules and plot them, one below the other, with a row per stage.
 
-    `f`, `b`, `w` and `comm` are the durations of an op of each kind and of a message, as in `Schedule.simulate`.
+    `f`, `b` and `w` are the durations of forward, input-gradient and weight-gradient ops, and `comm` of a message.
     """
     return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
 

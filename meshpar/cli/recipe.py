@@ -108,7 +108,7 @@ class AdamW:
     final_lr: float = 0.1
     """Learning rate at the end as a fraction of `lr`. Not used by "constant"."""
     schedule_steps: int | None = None
-    """Steps of the schedule, by default the steps of the run. If it is set, a longer run has the same first steps."""
+    """Steps of the schedule; None means the steps of the run. If set, the learning rates do not depend on `steps`."""
     b1: float = 0.9
     """Decay rate of the first moment."""
     b2: float = 0.95
@@ -120,7 +120,7 @@ class AdamW:
     clip_norm: float | None = 1.0
     """Clip gradients to this global norm; None disables clipping."""
     moments: str | None = None
-    """Dtype of both moments, as in `mp.optim.low_precision_moments`; by default that of the parameters."""
+    """Dtype of both moments, as in `mp.optim.low_precision_moments`. None means the dtype of the parameters."""
     offload: bool = False
     """Keep both moments in host memory between updates, as in `mp.optim.offload_state`."""
     ema: float | None = None
@@ -292,7 +292,7 @@ class Recipe:
     model: ModelConfig | Model
     """Model, or its config."""
     loss: Callable[..., Any]
-    """(model, batch, key) -> (loss, metrics)."""
+    """Loss function `(model, batch, key) -> (loss, metrics)`."""
     data: DataSource
     """Training and validation data."""
     lora: Lora | None = None
@@ -318,7 +318,7 @@ class Recipe:
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end and when interrupted."""
     checkpoint_retries: int = 3
-    """Number of consecutive failed saves that are retried at the next interval. One more stops the run."""
+    """Number of consecutive failed saves that are retried at the next interval. One more failed save stops the run."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep."""
     sample: Sample | None = None
@@ -385,7 +385,7 @@ def open_data(recipe: Recipe, *, batch_size: int | None = None) -> Source:
     if not isinstance(source, Source):
         where, reason = f"{type(recipe.data).__name__}.open", f"it returned {source!r:.100}"
         fix = "return an object with train, valid, describe and fingerprint: meshpar.data.Source"
-        raise problem(where, "train on it", reason, fix, code="wrong-type")
+        raise problem(where, "train on its result", reason, fix, code="wrong-type")
     return source
 
 
@@ -410,7 +410,7 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
         if not callable(make):
             names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
             requested, fix = f"call its function `{name}`", f"define `def {name}() -> mp.Recipe` ({near(name, names)})"
-            raise problem(f"recipe file `{file}`", requested, "it does not define it", fix, code="not-found")
+            raise problem(f"recipe file `{file}`", requested, "the file has no such function", fix, code="not-found")
         takes_devices = "devices" in inspect.signature(make).parameters
         recipe = make(devices=devices) if takes_devices and devices is not None else make()
     if not isinstance(recipe, Recipe):
@@ -423,7 +423,8 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
 def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[None]:
     """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
-    `recipes` are paths as in `load_recipe`. If another file raised the exception, the error names the first recipe.
+    `recipes` are paths as in `load_recipe`, and `requested` is the failed action in the error. If another file raised
+    the exception, the error names the first recipe.
     """
     try:
         yield
@@ -510,8 +511,8 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ between results of `to_json`, as dotted path -> (before, after).
 
-    The older recipe may be from a version with fewer fields, whose values are in `defaults`, from `defaults_of`, or
-    from a version that had the fields of `step` in the recipe itself.
+    `before` may be from an earlier version. Fields that did not exist then have their value in `defaults`, the result
+    of `defaults_of`. Fields of `step` may be fields of the recipe itself.
     """
     absent = "(absent)"
     step_fields = {field.name for field in dataclasses.fields(StepOptions)}
@@ -559,7 +560,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 # ---- Overrides: text by dotted path, typed by the field's annotation -------------------------------------------------
 
 _Texts: TypeAlias = Mapping[tuple[str, ...], str]
-"""Path of a field -> text of its new value. The empty path means the value itself instead of a field."""
+"""Path of a field inside a config -> text of the new value. The empty path is the config itself."""
 
 
 def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
@@ -589,9 +590,9 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
 def _with(value: Any, texts: _Texts, path: tuple[str, ...]) -> Any:
     """Return `value` with the fields in `texts` set. `path` is the position of `value` in the recipe, for errors."""
     if isinstance(value, type | Strategy) or not (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
-        where, reason = f"`{'.'.join((*path, next(iter(texts))[0]))}`", f"the value {value!r} has no fields"
-        fix = f"set `{'.'.join(path)}` itself, or change the recipe file"
-        raise problem(where, "set a field of it", reason, fix, code="unknown-name")
+        outer, where = f"`{'.'.join(path)}`", f"`{'.'.join((*path, next(iter(texts))[0]))}`"
+        reason, fix = f"{outer} is {value!r}, which has no fields", f"set {outer} itself, or change the recipe file"
+        raise problem(where, "set it", reason, fix, code="unknown-name")
     changed: dict[str, Any] = {}
     for name in dict.fromkeys(names[0] for names in texts):
         inner = {names[1:]: text for names, text in texts.items() if names[0] == name}
@@ -641,7 +642,7 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields in a result of `_plain`."""
+    """Yield the dotted paths of all fields in nested mappings."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):

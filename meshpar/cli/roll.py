@@ -59,7 +59,6 @@ def call(
 
 
 def _signed(text: str, key: bytes) -> bytes:
-    """Return the line to send: the text and its HMAC."""
     return f"{text} {hmac.new(key, text.encode(), 'sha256').hexdigest()}\n".encode()
 
 

@@ -147,7 +147,6 @@ def _train_in(
     folder: RunFolder, recipe: Recipe, *, devices: Sequence[jax.Device] | None, fresh: bool, fit_vocab: bool,
     from_hf: str | Path | None, profile: tuple[int, int] | None, accept_changes: bool, screen: Screen,
 ) -> RunOutcome:  # fmt: skip
-    """Train or resume the run in a folder. See `train` for the arguments."""
     start_time_s = time.time()
     if from_hf is not None:
         recipe = with_hf(recipe, from_hf)
@@ -253,8 +252,8 @@ def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str
 def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ()) -> Recipe:
     """Return the recipe with the first layout in a plan file, and with fields set by text.
 
-    Plans assume that gradients are reduced after each microbatch. The number of microbatches is set together with the
-    assignments, because they may set the batch size that it must divide.
+    Plans assume that gradients are reduced after each microbatch. `assignments` may set the batch size, which must be
+    divisible by the plan's number of microbatches. Therefore both are set together.
     """
     from meshpar.planner.plan import load_plans
 
@@ -314,7 +313,7 @@ def _hooks(
 class StepProgram:
     """The lowered training step of a run.
 
-    Its text is the fingerprint followed by the compile options, as in `meshpar explain`.
+    `str` returns the fingerprint followed by the compile options, as in `meshpar explain`.
     """
 
     def __init__(self, recipe: Recipe, setup: Setup, batches: Batches) -> None:
@@ -367,7 +366,7 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | 
 
 
 def check_ids(recipe: Recipe, source: Source) -> None:
-    """Check that token ids in arrays are below the vocabulary size. Ids of a tokenizer are checked by its size."""
+    """Check that token ids in arrays are below the vocabulary size. Other data has no ids to check."""
     from meshpar.models.token_loss import IGNORE_TARGET
 
     vocab_size = getattr(recipe.model, "vocab_size", None)
@@ -658,7 +657,7 @@ def continued(
 ) -> list[list[int]]:
     """Sample continuations of prompts that have the same length. Return token ids, [prompt, position].
 
-    `model` is by default the model of the state.
+    `model` is by default the model of the state, and `how` are further arguments of `meshpar.models.sampling.generate`.
     """
     from meshpar.models.sampling import generate
 

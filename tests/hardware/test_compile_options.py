@@ -145,7 +145,7 @@ def test_profiler_latency_file_is_checked_and_fingerprinted(mesh8, tmp_path):
         ("nope=3", "begin with xla_"),
         ("xla_no_such=1", "No such compile option"),
         ("xla_no.such=1", "`step.xla.xla_no.such`"),
-        ("xla_foo", "it must be NAME=VALUE"),
+        ("xla_foo", "the format is NAME=VALUE"),
     ],
 )
 def test_shard_command_rejects_unknown_xla_options(meshpar, option, wanted):
