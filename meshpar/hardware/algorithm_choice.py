@@ -1,8 +1,8 @@
 """Choice of the algorithm for a collective, among the kernels and XLA's own collective.
 
-A profile has two measured links per mesh axis: for single messages, which kernels send through a single port per rank,
-and for XLA's collectives. The times of kernels and of XLA's collective are computed with the respective link. Data
-sheets do not distinguish these links, so without a profile XLA's collective is chosen.
+A profile has two measured links per mesh axis. One is for single messages, which the kernels send through a single port
+per rank. The other is for XLA's collectives. Each candidate is timed with its link. Data sheets do not distinguish the
+two links, so without a profile XLA's collective is chosen.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
         parsed: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
         if cluster is not None and "cluster" not in names:
             requested, reason = f"use cluster `{parse_cluster(cluster).name}`", "this calculator computes no times"
-            raise problem(where, requested, reason, "remove it", code="unsupported-feature")
+            raise problem(where, requested, reason, "remove the cluster", code="unsupported-feature")
         return calculator(**parsed, **({} if cluster is None else {"cluster": parse_cluster(cluster)}))
 
     return parse

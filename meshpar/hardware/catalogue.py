@@ -67,7 +67,7 @@ class Gpu:
 
     @property
     def reduction_s_per_byte(self) -> float:
-        """Time to reduce a byte: the gamma of `cost_model` without overlap. Reads two operands and writes the sum."""
+        """Time to reduce a byte without overlap (gamma in `cost_model`): read two operands and write the sum."""
         return 3 / self.memory_bytes_per_s
 
     @property

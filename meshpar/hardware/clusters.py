@@ -24,7 +24,7 @@ from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.types import MeshLike, axis_sizes
 
 MAX_SECONDS, MAX_VALUE, MAX_NODES = 1e9, 1e24, 999_999
-"""Upper limits of seconds, of bytes, FLOPs and their rates, and of GPUs, so that products do not overflow."""
+"""Upper limits in profiles, so that products do not overflow: of times, of rates, of nodes and of GPUs per node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class Cluster(_Measured):
         for field in ("nodes", "gpus_per_node"):
             if not 1 <= (count := getattr(self, field)) <= MAX_NODES:
                 requested = f"have {count if abs(count) < 1e18 else 'more than 1e18'} {field}"
-                reason = f"it must be an integer from 1 to {MAX_NODES:,}"
+                reason = f"the number must be an integer from 1 to {MAX_NODES:,}"
                 raise problem(f"cluster of {self.gpu.name}", requested, reason, "write `h100:8x8`", code="out-of-range")
 
     @property

@@ -87,7 +87,7 @@ def check_options(options: Options) -> Options:
             if not str(value).endswith(".pbtxt"):
                 raise problem(where, requested, "XLA reads only *.pbtxt files as text", fix, code="wrong-type")
             if not read_text(str(value), where, fix, requested=requested).startswith("costs {"):
-                raise problem(where, requested, "it does not begin with `costs {`", fix, code="damaged-file")
+                raise problem(where, requested, "the file does not begin with `costs {`", fix, code="damaged-file")
         # A new function for each option, because jax's cache does not distinguish 1 from True.
         program = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA checks options before it compiles

@@ -388,7 +388,7 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         is_default = label not in keys and not keys.issuperset(axes)
         return measured, "measured, for all axes" if is_default else f"measured along `{label}`"
     if isinstance(over, Links):
-        fix = f"use one of these axes, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json"
+        fix = f"use one of these axes, or measure this one: meshpar bench collectives --mesh {axes[0]}=8 --save my.json"
         reason = f"its links were measured along {over.axis_names}"
         raise problem(f"profile `{over.name}`", f"use mesh axis `{label}`", reason, fix, code="unknown-axis")
     nodes, per_node = over.layout(axes, mesh)

@@ -190,8 +190,8 @@ def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
 def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
     """Return the cost of a hierarchical all-reduce by rings.
 
-    It is a reduce-scatter within groups of `inner` ranks, an all-reduce of `n / inner` between them, and an all-gather
-    within them.
+    It is a reduce-scatter within groups of `inner` ranks, an all-reduce of `n / inner` between the groups, and an
+    all-gather within the groups.
     """
     _check(payload_bytes, num_ranks)
     nodes, inner = _nodes("hierarchical all-reduce", num_ranks, inner)
@@ -237,9 +237,8 @@ def ring_tree_crossover_bytes(
 
         (2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta + (log2 N - (N-1)/N) gamma)
 
-    It is 0 on a link without latency. It is None for a single rank, and for two ranks if gamma is 0: then the tree is
-    always faster. `link` is the link of the ring, and `tree_link` the
-    link of the tree, by default the same.
+    It is 0 on a link without latency. It is None if the ring is faster for no payload, as for two ranks without gamma.
+    `link` is the link of the ring, and `tree_link` the link of the tree, by default the same.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
     tree_link = tree_link or link
@@ -296,7 +295,6 @@ def quantized_all_reduce(
 
 
 def _nodes(where: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
-    """Return the number of nodes and the number of ranks per node."""
     inner = num_ranks if inner is None else inner
     if inner < 1 or num_ranks % inner:
         reason, fix = f"{inner} does not divide {num_ranks}", f"use a divisor of {num_ranks}"
@@ -334,8 +332,8 @@ def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bou
     if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
         requested = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
         reason, fix = (
-            "a number is 0, or the experts are indivisible",
-            "use a multiple of the ranks as number of experts",
+            "the number of experts is not a multiple of the number of ranks, or a number is 0",
+            "use a multiple of the number of ranks",
         )
         raise problem("mixture of experts", requested, reason, fix, code="indivisible")
     if num_ranks == 1:
@@ -430,7 +428,7 @@ _MESSAGES = frozenset({"collective-permute", "send", "recv"})
 
 
 def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
-    """Return the cost of a collective as XLA names it, with ring algorithms; see `bytes_sent` for the arguments."""
+    """Return the cost of a collective with ring algorithms. The arguments are those of `bytes_sent`."""
     check_choice("cost model", "a collective", KINDS, kind=kind)
     return _AS_SENT[kind](payload_bytes, group_size)
 
@@ -494,6 +492,6 @@ def _check(payload_bytes: float, num_ranks: int) -> None:
     if num_ranks < 1 or not payload_bytes >= 0:
         requested, reason = (
             f"send {payload_bytes} bytes on {num_ranks} ranks",
-            "a group is empty, or a payload negative",
+            "the group is empty, or the payload is negative",
         )
         raise problem("collective", requested, reason, "use at least 1 rank and 0 bytes", code="out-of-range")
