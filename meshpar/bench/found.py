@@ -80,7 +80,7 @@ class Collectives(Printed, Plain):
 
     @property
     def poor(self) -> str:
-        """Text about the fits that are not good; empty if all are good."""
+        """Text that lists the fits with a poor or unusable link; empty if all fits are good."""
         errors = {fit: f"the typical error is {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "good"}
         errors |= {fit: "times do not grow with the bytes" for fit in errors if fit.link is None}
         return "; ".join(f"along `{fit.axis}` ({FITTED[fit.of]}), {error}" for fit, error in errors.items())

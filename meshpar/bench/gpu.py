@@ -70,7 +70,7 @@ def profile_of(device: str, path: str | Path) -> Cluster:
     gpu = gpu_of_kind(device)
     if gpu is None:
         fix = "measure a GPU of the catalogue, or remove --save"
-        raise problem(f"profile of `{device}`", "save its rates", "it is not in the catalogue", fix, "unknown-name")
+        raise problem(f"device `{device}`", "save its rates", "it is not in the catalogue", fix, "unknown-name")
     if not Path(path).exists():
         return cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
     profile = parse_profile(str(path))

@@ -85,7 +85,7 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
 def _weights(predicted_s: np.ndarray, times_s: np.ndarray) -> np.ndarray:
     """Return weights w such that `w (predicted - measured)^2 = |log(predicted / measured)|`.
 
-    They are bounded where prediction and measurement agree.
+    The weights are bounded where prediction and measurement agree.
     """
     ratios = np.log(np.maximum(predicted_s / times_s, 1e-9))
     return np.maximum(abs(ratios), 1e-3) / np.maximum(abs(predicted_s - times_s), 1e-3 * times_s) ** 2
