@@ -127,7 +127,6 @@ def bigram_baseline(
 def _count_pairs(
     before: Integer[np.ndarray, " pairs"], after: Integer[np.ndarray, " pairs"], vocab_size: int
 ) -> sparse.csr_array:
-    """Return the counts of all pairs as a sparse matrix."""
     counts = sparse.csr_array((vocab_size, vocab_size), dtype=np.int64)
     for start in range(0, len(before), _CHUNK):
         pairs = before[start : start + _CHUNK], after[start : start + _CHUNK]

@@ -53,7 +53,7 @@ class _Assembly:
             self.spec[name] = jax.ShapeDtypeStruct(shape, array.dtype, sharding=shardings[name])
 
     def batch(self, row_numbers: Callable[[int, int], Int64[np.ndarray, " rows"]]) -> Batch:
-        """Return a batch. `row_numbers(start, stop)` are the data set rows of its examples `start` to `stop`."""
+        """Return a batch. `row_numbers(start, stop)` returns the row indices of its examples from `start` to `stop`."""
         cache: dict[tuple[int, int], dict[str, np.ndarray]] = {}
 
         def shard(name: str, index: Any) -> np.ndarray:
@@ -136,7 +136,7 @@ class Batches(Iterator[Batch]):
         return self._assembly.batch(lambda start, stop: self.row_numbers(step, start, stop))
 
     def row_numbers(self, step: int, start: int = 0, stop: int | None = None) -> Int64[np.ndarray, " rows"]:
-        """Return the indices of the examples `start` to `stop` (default: all) of a batch."""
+        """Return the row indices of a step's batch. `start` and `stop` limit them to a part of the batch."""
         first = step * self._batch_size
         stop = self._batch_size if stop is None else stop
         return np.array([self._order[i] for i in range(first + start, first + stop)], dtype=np.int64)

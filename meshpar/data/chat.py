@@ -147,7 +147,6 @@ class ChatSource(TokenSource):
         starts = [0]
 
         def trainable() -> Iterator[Conversation]:
-            """Yield truncated texts that have answers."""
             for texts in rendered:
                 self._num_records += 1
                 truncated = [text.part(slice(data.seq_len + 1)) for text in texts]

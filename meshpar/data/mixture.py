@@ -152,7 +152,9 @@ def check_sources(data: Any, *, default: tuple[str, ...], example: str) -> None:
     for name, weight in sources.items():
         if not isinstance(name, str) or not name:
             fix = "use the name of a file or folder, or a name in `files`"
-            raise problem(f"`{where}.sources`", f"name a source {name!r}", "it must be a string", fix, "wrong-type")
+            raise problem(
+                f"`{where}.sources`", f"name a source {name!r}", "names must be non-empty strings", fix, "wrong-type"
+            )
         check_number(f"`{where}.sources[{name!r}]`", "0.5", weight=weight)
         weights[name] = float(weight)
     if isinstance(files, Mapping):

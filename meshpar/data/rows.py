@@ -39,7 +39,7 @@ class Windows:
         if len(tokens) <= seq_len:
             requested = f"split the {name} into windows of {seq_len} + 1 tokens"
             fix = f"set seq_len to {max(len(tokens) - 1, 1)} or less, add text, or change `valid_fraction`"
-            raise problem("`seq_len`", requested, f"it has {len(tokens)} tokens", fix, "out-of-range")
+            raise problem("`seq_len`", requested, f"the {name} has {len(tokens)} tokens", fix, "out-of-range")
         self._tokens, self._seq_len, self._file_state = tokens, seq_len, _file_state(tokens)
 
     def __len__(self) -> int:

@@ -78,7 +78,7 @@ class RowSource(Source):
         )  # fmt: skip
 
     def order(self) -> Any:
-        """Return the argument `order` of `Batches`."""
+        """Return the order of the training rows for `Batches`. None shuffles all rows in each epoch."""
         return None
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:

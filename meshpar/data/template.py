@@ -113,21 +113,24 @@ class Template:
             requested, fix, code = f"render it with {self.where}", "use a different template", "render-failed"
             if "rejected" in reply:
                 where, code = f"{where}, message {reply['rejected']}", "unsupported-feature"
-                reply["error"] = "the messages before it are rendered differently if it follows"
-                fix = "use a template that renders them identically, or that marks answers with {% generation %}"
+                reply["error"] = "the template renders earlier messages differently if this message follows"
+                fix = "use a template that keeps earlier messages, or that marks answers with {% generation %}"
             raise problem(where, requested, reply["error"], fix, code)
         return [Rendered(text, [(start, stop) for start, stop in spans]) for text, spans in reply["result"]]
 
 
 class _Process:
-    """Runs `template_process` for a source, variables and a date. Restarts it if a conversation ended it."""
+    """Runs a template in `template_process`. Restarts the process if a conversation ended it.
+
+    `settings` are the source of the template, its variables and the date.
+    """
 
     def __init__(self, *settings: object) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Start the process and return its reply to the settings."""
+        """Start the process, send the settings, and return the reply."""
         limits = [f"{limit}" for limit in (MAX_SECONDS, MAX_BYTES, MAX_CHARS)]
         command = [sys.executable, "-P", "-m", "meshpar.data.template_process", *limits]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -165,7 +168,6 @@ class _Process:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and close its pipes."""
     process.kill()
     with contextlib.suppress(BrokenPipeError):
         process.communicate()

@@ -120,7 +120,7 @@ def digest(file: File) -> bytes:
 
 
 def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, bool]]:
-    """Yield each path of an entry, the number of path components in its name, and `File.named`."""
+    """Yield (path, number of path components in its name, `File.named`) for each file of an entry."""
     where, path = f"`files` entry `{entry[:100]}`", Path(os.path.abspath(os.path.expanduser(entry)))
     if is_url(entry):
         yield from _remote_matches(remote.join(entry), suffixes, where)
@@ -158,7 +158,7 @@ def _no_match(where: str, root: str, suffixes: Sequence[str]) -> Exception:
 
 
 def _remote_matches(url: str, suffixes: Sequence[str], where: str) -> Iterator[tuple[Path, int, bool]]:
-    """Yield local copies of the objects of an entry, as `_matches` does."""
+    """Copy the objects of a bucket entry. Yield (path of the copy, number of components in its name, `File.named`)."""
     bucket = remote.filesystem(url, where)
     pattern = url.partition("://")[2]
     with remote.accessing(url, where, "read it"):

@@ -154,7 +154,7 @@ def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> i
     candidates = SEPARATORS if separator is None else (separator,)
     token = next((token for token in candidates if token in vocab), None)
     if token is None:
-        requested, reason = f"separate documents with {' or '.join(candidates)}", f"the vocabulary of {file} lacks it"
+        requested, reason = f"separate documents with {' or '.join(candidates)}", f"{file} has no such token"
         fix = 'set `separator` to a token of the vocabulary, or to "" for no separator'
         if separator is None:
             raise problem("`separator`", requested, reason, fix, "not-found")

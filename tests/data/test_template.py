@@ -40,7 +40,7 @@ def check_rejected(source: str, match: str) -> None:
     ("{{ messages.append(1) }}", "SecurityError"),
     ("{{ ''.__class__ }}{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}", "differently if it follows"),
+    ("{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}", "if this message follows"),
     ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
     ("{{ lipsum(n=10 ** 9) }}", "UndefinedError"),
