@@ -119,6 +119,7 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
         fields["vocab_chunk"] = 6
     if config.attention_window:
         fields["attention_window"] = 4
+    fields |= {"rotary_dim": config.rotary_dim and 2, "rope_long": None}
     kinds = config.layer_pattern
     fields["layer_pattern"] = tuple(dataclasses.replace(kind, window=kind.window and 4) for kind in kinds)
     if latent is not None:

@@ -19,8 +19,10 @@ HARMLESS = frozenset({
     "use_cache",
 })  # fmt: skip
 """Fields that do not affect the forward pass."""
-FIXED = {"partial_rotary_factor": 1.0}
-"""Fields of any family for which the decoders support a single value."""
+PARTIAL = "partial_rotary_factor"
+"""Field that `described` moves from `rope_parameters` to the config. Most families ignore it."""
+FIXED = {PARTIAL: 1.0}
+"""Fields of any family that have a single supported value, unless a family reads them."""
 TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 """Valid values of `torch_dtype`."""
 
@@ -123,13 +125,15 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
     supported = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
     supported |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
     for name, value in document.items():
-        only = family.fixed.get(name, FIXED.get(name))
+        only = family.fixed.get(name, None if name in family.ignored else FIXED.get(name))
         if name not in supported | FIXED.keys():
             reason = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
             fix = "add it to the table in meshpar/interop/families; remove it only if the model's code does not read it"
             raise bad_value(where, name, value, reason, near_or(name, supported, fix), code="unknown-name")
         if None not in (only, value) and not same(value, only):
             fix = "use a different checkpoint, or add a field to TransformerConfig"
+            if name == PARTIAL:
+                fix = "remove it, because transformers rotates all dimensions in this family"
             raise bad_value(where, name, value, f"the decoders support {only!r} only", fix)
 
 
@@ -170,6 +174,16 @@ def write_sliding(cfg: TransformerConfig) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": [FULL if size is None else SLIDING for size in sizes]}
 
 
+def set_attention_scale(values: dict[str, Any], scale: float) -> None:
+    """Set the factor of the scores. The default factor is written as None."""
+    values["attention_scale"] = None if scale == values["head_dim"] ** -0.5 else scale
+
+
+def write_attention_scale(cfg: TransformerConfig) -> float:
+    """Return the factor of the scores."""
+    return cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+
+
 BIAS = Field("attention_bias", "qkv_bias", bool, False)
 
 
@@ -189,6 +203,7 @@ def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
     sizes = {
         "V": cfg.vocab_size, "E": cfg.embed_dim, "H": cfg.num_heads, "K": cfg.num_kv_heads, "D": cfg.head_dim,
         "M": cfg.mlp_dim, "L": cfg.num_layers - cfg.num_dense_layers,
+        "A": cfg.num_heads * cfg.head_dim, "B": cfg.num_kv_heads * cfg.head_dim,
     }  # fmt: skip
     if cfg.moe is not None:
         sizes |= {"X": cfg.moe.routing.num_experts, "F": cfg.moe.mlp_dim, "S": cfg.moe.shared_dim}
@@ -223,6 +238,15 @@ def layers(cfg: TransformerConfig, *rows: Row, dense: bool = False) -> list[Weig
 NORMS: tuple[Row, ...] = (
     ("input_layernorm.weight", "attention_norm/scale", "E -> L E"),
     ("post_attention_layernorm.weight", "mlp_norm/scale", "E -> L E"),
+)
+OUTPUT_NORMS: tuple[Row, ...] = (
+    ("post_attention_layernorm.weight", "attention_out_norm/scale", "E -> L E"),
+    ("post_feedforward_layernorm.weight", "mlp_out_norm/scale", "E -> L E"),
+)
+FOUR_NORMS: tuple[Row, ...] = (
+    ("input_layernorm.weight", "attention_norm/scale", "E -> L E"),
+    ("pre_feedforward_layernorm.weight", "mlp_norm/scale", "E -> L E"),
+    *OUTPUT_NORMS,
 )
 ATTENTION: tuple[Row, ...] = (
     ("self_attn.q_proj.weight", "attention/query/kernel", "(H D) E -> L E H D"),
@@ -261,7 +285,13 @@ def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 
 def tensors(*rows: Row) -> Callable[[TransformerConfig], list[WeightMapping]]:
     """Return a `Family.tensors` for embedding, head, and layers with norms, grouped-query attention and `rows`."""
-    return lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *biases(cfg), *rows)]
+    norms = {"before": NORMS, "after": OUTPUT_NORMS, "both": FOUR_NORMS}
+
+    def mappings(cfg: TransformerConfig) -> list[WeightMapping]:
+        table = (*norms[cfg.norm_placement], *ATTENTION, *biases(cfg), *rows)
+        return [*embedding_and_head(cfg), *layers(cfg, *table)]
+
+    return mappings
 
 
 def biases(cfg: TransformerConfig) -> tuple[Row, ...]:

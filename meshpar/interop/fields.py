@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.config import LatentAttention, LongRope, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.sharding.types import problem
@@ -94,11 +94,11 @@ ROPES: dict[str, set[str]] = {
     "default": set(),
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-             "attention_factor"},
+             "attention_factor", "truncate"},
+    "linear": {"factor"},
+    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"},
 }  # fmt: skip
 """Supported fields for each type of `rope_scaling`."""
-ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
-"""Fields of `rope_scaling` with their only supported value. Other values would change the frequencies."""
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
@@ -109,15 +109,15 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
     if not isinstance(given, Mapping):
         raise bad_value(where, "rope_scaling", given, "it must be an object or null", code="wrong-type")
     kind = given.get("rope_type", given.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # the name in the first Phi-3 releases
     if not isinstance(kind, str) or kind not in ROPES:
         reason, fix = f"the supported types are {', '.join(ROPES)}", "use one, or add it to models/layers.py"
+        if kind == "dynamic":
+            fix = "set it to null for sequences of up to `max_position_embeddings` tokens, which are not scaled"
         raise bad_value(where, "rope_scaling.rope_type", kind, reason, fix)
     for name in sorted(given.keys() - ROPES[kind] - {"rope_type", "type"}):
-        value, only = given[name], ROPE_DEFAULTS.get(name)
-        if value is not None and (only is None or not same(value, only)):
-            reason = f"the decoders support {only!r} only"
-            if only is None:
-                reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
+        if (value := given[name]) is not None and not (name == "truncate" and value is True):
+            reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
             fix = "use a different checkpoint, or implement it in models/layers.py; without it frequencies may change"
             raise bad_value(where, f"rope_scaling.{name}", value, reason, fix)
 
@@ -128,8 +128,27 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
 
     if kind == "default":
         return {}
+    if kind == "linear":
+        return {"rope_linear": number("factor")}
     name = "original_max_position_embeddings"
-    length = typed(where, f"rope_scaling.{name}", given.get(name, document.get("max_position_embeddings")), int)
+    length = given.get(name, document.get(name, document.get("max_position_embeddings")))
+    length = typed(where, f"rope_scaling.{name}", length, int)
+    if kind == "longrope":
+        lists = {name: given.get(name) for name in ("short_factor", "long_factor")}
+        for name, values in lists.items():
+            if not isinstance(values, list):
+                raise bad_value(
+                    where, f"rope_scaling.{name}", values, "it must be a list of numbers", code="wrong-type"
+                )
+        factors = {
+            name: tuple(typed(where, f"rope_scaling.{name}", x, float) for x in values or ())
+            for name, values in lists.items()
+        }
+        longest = typed(where, "max_position_embeddings", document.get("max_position_embeddings", length), int)
+        factor = number("factor", longest / max(length, 1))
+        rotated = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
+        rotated = number("attention_factor", rotated)
+        return {"rope_long": LongRope(**factors, original_seq_len=length, rotated_factor=rotated)}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {"rope_scaling": RopeScaling(**{name: number(name) for name in names}, original_seq_len=length)}
@@ -142,6 +161,7 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
         rotated_factor=number("attention_factor", rotated),
+        truncate=typed(where, "rope_scaling.truncate", given.get("truncate") is not False, bool),
         score_factor=_mscale(factor, all_dim) ** 2 if scores and all_dim else 1.0,
     )
     return {"rope_yarn": yarn}
@@ -160,6 +180,10 @@ def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
         fields["attention_factor"], score_factor = fields.pop("rotated_factor"), fields.pop("score_factor")
         if score_factor != 1:
             fields["mscale_all_dim"] = round((math.sqrt(score_factor) - 1) / (0.1 * math.log(fields["factor"])), 12)
+    elif cfg.rope_long is not None:
+        kind, fields = "longrope", dataclasses.asdict(cfg.rope_long)
+        fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+        fields["attention_factor"] = fields.pop("rotated_factor")
     else:
-        return None
+        return {"rope_type": "linear", "factor": cfg.rope_linear} if cfg.rope_linear != 1 else None
     return {"rope_type": kind, "original_max_position_embeddings": fields.pop("original_seq_len"), **fields}

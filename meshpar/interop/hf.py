@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interop import files as hf_files
 from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
-from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
+from meshpar.interop.decoder import FULL, HEAD, PARTIAL, SLIDING, TABLE, Family, check_known
 from meshpar.interop.families import ALL, BY_TYPE
 from meshpar.interop.fields import RELEASE, bad_value, built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, read_json, whole_folder, write_json
@@ -170,8 +170,15 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
         rope = document.pop("rope_parameters")
         if not isinstance(rope, Mapping):
             raise bad_value(where, "rope_parameters", rope, "it must be an object", code="wrong-type")
-        theta = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
-        document |= theta | {"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} or None}
+        if isinstance(rope.get(FULL), Mapping):  # one entry for each type of layer
+            local = rope.get(SLIDING) or {}
+            document["rope_local_base_freq"] = local.get("rope_theta") if isinstance(local, Mapping) else local
+            if local and local.get("rope_type", "default") != "default":
+                raise bad_value(where, f"rope_parameters.{SLIDING}", local, "local layers have no scaled frequencies")
+            rope = rope[FULL]
+        for name in ("rope_theta", PARTIAL):
+            document |= {name: rope[name]} if rope.get(name) is not None else {}
+        document["rope_scaling"] = {k: v for k, v in rope.items() if k not in ("rope_theta", PARTIAL)} or None
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:

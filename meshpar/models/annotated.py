@@ -69,15 +69,25 @@ def bare(layer: nnx.LinearGeneral) -> Array:
     return layer.kernel[...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rms_norm(eps: float, x: Array, scale: Array) -> Array:
-    """Return `x / rms(x) * scale` of x `[..., E]`, computed in float32 or higher precision (Zhang and Sennrich 2019).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rms_norm(eps: float, offset: float, x: Array, scale: Array) -> Array:
+    """Return `x / rms(x) * (scale + offset)` of x `[..., E]`, computed in float32 or higher precision.
 
     Only x and the scale are saved for the backward pass, and no float32 arrays. The backward pass uses the scale once,
-    so that a sharded scale is all-gathered once. Reference: "Root Mean Square Layer Normalization".
+    so that a sharded scale is all-gathered once. Reference: Zhang and Sennrich 2019, "Root Mean Square Layer
+    Normalization".
     """
+    return _normed(eps, offset, x, scale)
+
+
+def _normed(eps: float, offset: float, x: Array, scale: Array) -> Array:
     unit, inverse = _unit(eps, x)
-    return (unit * (inverse * scale.astype(unit.dtype))).astype(jnp.promote_types(x.dtype, scale.dtype))
+    return (unit * (inverse * _shifted(scale, offset, unit))).astype(jnp.promote_types(x.dtype, scale.dtype))
+
+
+def _shifted(scale: Array, offset: float, like: Array) -> Array:
+    scale = scale.astype(like.dtype)
+    return scale + offset if offset else scale
 
 
 def _unit(eps: float, x: Array) -> tuple[Array, Array]:
@@ -86,39 +96,47 @@ def _unit(eps: float, x: Array) -> tuple[Array, Array]:
     return x, jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
 
 
-def _rms_norm_backward(eps: float, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _rms_norm_backward(eps: float, offset: float, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, scale = saved
     x_float32, inverse = _unit(eps, x)
     unit, g = x_float32 * inverse, g.astype(x_float32.dtype)
     d_scale = jnp.sum(g * unit, axis=tuple(range(x.ndim - 1)))
-    g = g * scale.astype(x_float32.dtype)
+    g = g * _shifted(scale, offset, x_float32)
     d_x = inverse * (g - unit * jnp.mean(g * unit, -1, keepdims=True))
     return d_x.astype(x.dtype), d_scale.astype(scale.dtype)
 
 
-rms_norm.defvjp(lambda eps, *args: (rms_norm(eps, *args), args), _rms_norm_backward)
+rms_norm.defvjp(lambda eps, offset, *args: (rms_norm(eps, offset, *args), args), _rms_norm_backward)
 
 
 class Norm(nnx.RMSNorm):
     """RMSNorm of Flax with the memory-saving `rms_norm`, unless a remat policy controls the saved activations."""
 
+    offset: float = 0.0
+    """Number that is added to the scale."""
+
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalize x along its last dim."""
         assert self.scale is not None
         assert mask is None
-        if step_selects_residuals():
+        if step_selects_residuals() and not self.offset:
             return super().__call__(x)
-        return rms_norm(self.epsilon, x, self.scale[...])
+        normed = _normed if step_selects_residuals() else rms_norm
+        return normed(self.epsilon, self.offset, x, self.scale[...])
 
 
 def nnx_norm(
     cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
 ) -> nnx.RMSNorm:
     """Return a `Norm`, or Flax's RMSNorm outside scanned layers, where few arrays are saved."""
-    return (Norm if in_layers else nnx.RMSNorm)(
+    initial = nnx.initializers.constant(1 - cfg.norm_offset)
+    norm = (Norm if in_layers or cfg.norm_offset else nnx.RMSNorm)(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,
         param_dtype=jnp.dtype(cfg.param_dtype),
-        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), (name,)),
+        scale_init=nnx.with_partitioning(initial if cfg.norm_offset else nnx.initializers.ones_init(), (name,)),
         rngs=rngs,
     )
+    if isinstance(norm, Norm):
+        norm.offset = cfg.norm_offset
+    return norm

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Attention = Literal["xla", "blockwise", "cudnn", "tokamax"]
 TensorMatmul = Literal["xla", "overlapped"]
+NormPlacement = Literal["before", "after", "both"]
+Activation = Literal["silu", "gelu_tanh"]
 PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -60,6 +62,8 @@ class YarnScaling:
     """Frequencies with fewer rotations than this over `original_seq_len` are divided by `factor`."""
     rotated_factor: float = 1.0
     """Factor of the cosines and sines (the square root of 1/t in the paper)."""
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded to whole pairs of dimensions."""
     score_factor: float = 1.0
     """Factor of the attention scores, including the dimensions without rotary embedding. Only with `latent`
     (DeepSeek-V3)."""
@@ -68,9 +72,34 @@ class YarnScaling:
         factors = {name: getattr(self, name) for name in ("rotated_factor", "score_factor", "beta_slow")}
         check_number("YarnScaling", "1.0", **factors)
         check_positive_int("YarnScaling", "a sequence length", original_seq_len=self.original_seq_len)
+        check_bool("YarnScaling", "the ends of the ramp are rounded", truncate=self.truncate)
         if not (1 <= self.factor < math.inf and self.beta_slow <= self.beta_fast < math.inf):
             reason = "`factor` must be finite and at least 1, and `beta_fast` finite and at least `beta_slow`"
             raise problem("YarnScaling", f"use {self}", reason, "use factor=32.0, beta_fast=32.0", code="out-of-range")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """Scaling of rotary frequencies with a factor for each pair of dimensions.
+
+    Ding et al. 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens".
+    """
+
+    short_factor: tuple[float, ...]
+    """Factors of the wavelengths in sequences of up to `original_seq_len` tokens."""
+    long_factor: tuple[float, ...]
+    """Factors of the wavelengths in longer sequences."""
+    original_seq_len: int
+    """Sequence length of pretraining, in tokens."""
+    rotated_factor: float = 1.0
+    """Factor of the cosines and sines."""
+
+    def __post_init__(self) -> None:
+        check_number("LongRope", "1.0", rotated_factor=self.rotated_factor)
+        check_positive_int("LongRope", "a sequence length", original_seq_len=self.original_seq_len)
+        for name in ("short_factor", "long_factor"):
+            for factor in getattr(self, name):
+                check_number("LongRope", "1.0 for each pair of dimensions", **{name: factor})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +176,26 @@ class TransformerConfig:
     """Scaling of the rotary frequencies as in Llama 3.1."""
     rope_yarn: YarnScaling | None = None
     """Scaling of the rotary frequencies with YaRN, as an alternative to `rope_scaling`."""
+    rope_long: LongRope | None = None
+    """Scaling of the rotary frequencies with LongRoPE, as an alternative to `rope_scaling`."""
+    rope_linear: float = 1.0
+    """Factor of all rotary wavelengths."""
+    rotary_dim: int | None = None
+    """Number of dimensions of a head with rotary embedding, which precede the others (even). `None` means all."""
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm, added to the mean square."""
+    norm_offset: float = 0.0
+    """Number that is added to the scale of each RMSNorm. With 1.0 the parameters are initialized to 0 (Gemma)."""
+    norm_placement: NormPlacement = "before"
+    """Position of the RMSNorms in a layer: before attention and MLP, after them (OLMo 2), or both (Gemma 2)."""
+    activation: Activation = "silu"
+    """Activation of the gate in dense MLPs: SiLU, or the tanh approximation of GELU (Gemma)."""
+    embed_scale: float = 1.0
+    """Factor of the token embeddings."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
+    logits_divisor: float = 1.0
+    """Divisor of the logits, before the cap."""
     tied_embeddings: bool = False
     """Whether the output layer uses the embedding table."""
     param_dtype: str = "float32"
@@ -172,8 +219,9 @@ class TransformerConfig:
     """Whether the projections of queries, keys and values have biases (Qwen2). Not with `latent`."""
     out_bias: bool = False
     """Whether the output projection of the attention has a bias. Not with `latent`."""
-    qk_norm: bool = False
-    """Whether the query and key of each head have an RMSNorm before the rotary embedding (Qwen3). Not with `latent`."""
+    qk_norm: bool | Literal["all_heads"] = False
+    """Whether queries and keys have an RMSNorm before the rotary embedding: over each head (True, Qwen3), or over all
+    heads together ("all_heads", OLMo 2). Not with `latent`."""
     attention_cap: float | None = None
     """Soft cap of the attention scores s, `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"). Not supported by cuDNN."""
     tensor_matmul: TensorMatmul = "xla"
@@ -202,19 +250,24 @@ class TransformerConfig:
         sizes += [field for field in ("vocab_chunk", "attention_window") if getattr(self, field) is not None]
         check_positive_int(where, "a size", **{field: getattr(self, field) for field in sizes})
         check_int(where, "the number of initial dense layers", num_dense_layers=self.num_dense_layers)
-        for field in ("rope_theta", "norm_eps", *(cap for cap in caps if getattr(self, cap) is not None)):
+        factors = ("rope_linear", "embed_scale", "residual_scale", "logits_divisor")
+        for field in ("rope_theta", "norm_eps", *factors, *(cap for cap in caps if getattr(self, cap) is not None)):
             check_number(where, "50.0, or None" if field in caps else "1e-5", **{field: getattr(self, field)})
         if not isinstance(self.layer_pattern, tuple) or not all(isinstance(x, LayerKind) for x in self.layer_pattern):
             reason, fix = "it must be a tuple of LayerKind", "use (LayerKind(window=512), LayerKind())"
             raise problem(f"{where}(layer_pattern=...)", f"be {self.layer_pattern!r}", reason, fix, code="wrong-type")
         check_bool(where, "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings)
-        check_bool(where, "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
+        if self.qk_norm != "all_heads":
+            check_bool(where, "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
+        check_choice(where, "the position of the norms", get_args(NormPlacement), norm_placement=self.norm_placement)
+        check_choice(where, "the activation of the MLP", get_args(Activation), activation=self.activation)
         check_bool(where, "projections have biases", qkv_bias=self.qkv_bias, out_bias=self.out_bias)
         check_choice(where, "the dtype of the initial parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
         check_choice(where, "the implementation of attention", get_args(Attention), attention=self.attention)
         check_choice(where, "the kind of matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
         for field, kind in (
-            ("rope_scaling", RopeScaling), ("rope_yarn", YarnScaling), ("latent", LatentAttention), ("moe", MoEConfig)
+            ("rope_scaling", RopeScaling), ("rope_yarn", YarnScaling), ("rope_long", LongRope),
+            ("latent", LatentAttention), ("moe", MoEConfig),
         ):  # fmt: skip
             if not isinstance(value := getattr(self, field), kind | None):
                 reason, fix = f"it must be a {kind.__name__} or None", f"use {field}={kind.__name__}(...), or omit it"
@@ -226,15 +279,26 @@ class TransformerConfig:
 
     def _conflicts(self) -> tuple[tuple[Any, str, str, str, str], ...]:
         """Return (condition, field, reason, fix, code) of the fields that can contradict each other."""
-        heads, latent, yarn, moe, dense = self.num_heads, self.latent, self.rope_yarn, self.moe, self.num_dense_layers
+        heads, latent, moe, dense = self.num_heads, self.latent, self.moe, self.num_dense_layers
+        yarn, long = self.rope_yarn, self.rope_long
         return (
             (heads % self.num_kv_heads, "num_kv_heads", f"{heads} is not a multiple of {self.num_kv_heads}",
              f"use a divisor of num_heads={heads}", "indivisible"),
             (self.head_dim % 2, "head_dim", "rotary embeddings need an even number of dimensions",
              f"use {self.head_dim + 1}", "indivisible"),
             (self.norm_eps > 1, "norm_eps", "it is added to a mean square of about 1", "use 1e-5", "out-of-range"),
-            (yarn and self.rope_scaling, "rope_yarn", "it is an alternative to rope_scaling", "omit one of them",
-             "conflict"),
+            (sum((yarn is not None, self.rope_scaling is not None, long is not None, self.rope_linear != 1)) > 1,
+             "rope_yarn" if yarn else "rope_long" if long else "rope_linear",
+             "rope_scaling, rope_yarn, rope_long and rope_linear are alternatives", "omit all but one", "conflict"),
+            (self.rotary_dim and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim), "rotary_dim",
+             f"it must be even and at most head_dim={self.head_dim}", f"use {self.head_dim}, or omit it",
+             "out-of-range"),
+            (self.rotary_dim and latent, "rotary_dim", "latent attention has rope_dim", "omit it", "conflict"),
+            (long and {len(long.short_factor), len(long.long_factor)} != {self.num_rotated // 2}, "rope_long",
+             f"there must be {self.num_rotated // 2} factors, one for each pair of dimensions", "change their number",
+             "wrong-shape"),
+            (moe and self.activation != "silu", "activation", "experts have the activation SiLU",
+             'use activation="silu"', "unsupported-feature"),
             (yarn and yarn.score_factor != 1 and not latent, "rope_yarn", "score_factor needs latent attention",
              "use rotated_factor, or set latent=LatentAttention(...)", "conflict"),
             (latent and self.qk_norm, "qk_norm", "latent attention normalizes the latents instead", "omit qk_norm",
@@ -264,6 +328,17 @@ class TransformerConfig:
         )  # fmt: skip
 
     @property
+    def num_rotated(self) -> int:
+        """Number of dimensions of a head with rotary embedding."""
+        return self.latent.rope_dim if self.latent is not None else self.rotary_dim or self.head_dim
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Widths of the norms of queries and keys."""
+        heads = (self.num_heads, self.num_kv_heads) if self.qk_norm == "all_heads" else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+    @property
     def kind_of_layer(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
         pattern = self.layer_pattern or (LayerKind(window=self.attention_window),)
@@ -283,8 +358,8 @@ class TransformerConfig:
     def num_params(self) -> int:
         """Number of parameters."""
         tables = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
-        norms = self.embed_dim * (2 * self.num_layers + 1)
-        norms += 2 * self.head_dim * self.num_layers * self.qk_norm
+        norms = self.embed_dim * ((4 if self.norm_placement == "both" else 2) * self.num_layers + 1)
+        norms += sum(self.qk_norm_widths) * self.num_layers * bool(self.qk_norm)
         biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias
         biases += self.embed_dim * self.out_bias
         if self.latent is not None:

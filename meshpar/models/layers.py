@@ -23,7 +23,7 @@ from meshpar.collectives.attention import WindowChoice, capped
 from meshpar.layers.precision import dot_general
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
-from meshpar.models.config import Attention, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.config import Activation, Attention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
@@ -182,7 +182,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnSca
         # official code, it is clipped at twice the number of pairs.
         pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
         at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
-        low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
+        at = [np.floor(at[0]), np.ceil(at[1])] if scaling.truncate else at
+        low, high = max(at[0], 0), min(at[1], 2 * pairs - 1)
         stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
         return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
     wavelengths_F, low, high = 2 * np.pi / frequencies_F, scaling.low_freq_factor, scaling.high_freq_factor
@@ -212,7 +213,14 @@ def rope_tables(cfg: TransformerConfig) -> list[tuple[bool, float | None]]:
 
 
 def rotate(x_BTHD: Array, angles: Rope) -> Array:
-    """Rotate the pairs of dimensions (i, i + D/2) of each head by the angles of its position."""
+    """Rotate the pairs of dimensions (i, i + F) of each head by the angles of its position.
+
+    If D > 2 F, the dimensions after the first 2 F are unchanged.
+    """
+    num_rotated = 2 * angles.cos_BTF.shape[-1]
+    if num_rotated < x_BTHD.shape[-1]:
+        turned_BTHD = rotate(x_BTHD[..., :num_rotated], angles)
+        return jnp.concatenate([turned_BTHD, x_BTHD[..., num_rotated:]], axis=-1)
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
     a_BTHF, b_BTHF = jnp.split(x_BTHD.astype(cos_BT1F.dtype), 2, axis=-1)
     turned = (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F)
@@ -466,10 +474,11 @@ MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 """Remat policy for `swiglu` and the next matmul. It saves only the input times `a` of a LoRA pair `a b`, if any."""
 
 
-def swiglu(gate_BTM: Array, up_BTM: Array) -> Array:
-    """Return `silu(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer").
+def swiglu(gate_BTM: Array, up_BTM: Array, activation: Activation = "silu") -> Array:
+    """Return `activation(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer").
 
     Call this function and the next matmul under `jax.checkpoint`, which saves only the two inputs. Without it, six
     arrays of this size are saved for the backward pass.
     """
-    return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")
+    activate = jax.nn.silu if activation == "silu" else functools.partial(jax.nn.gelu, approximate=True)
+    return constrain(activate(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

@@ -47,8 +47,10 @@ class Attention(nnx.Module):
         names, into = ("heads", "head_dim", "embed"), into_residual(cfg)
         self.out = linear(heads, cfg.embed_dim, axis=(-2, -1), names=names, init=into, bias=cfg.out_bias)
         if cfg.qk_norm:
-            self.query_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
-            self.key_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
+            widths = cfg.qk_norm_widths
+            norm_names = ("heads", "kv_heads") if cfg.qk_norm == "all_heads" else ("head_dim", "head_dim")
+            self.query_norm = nnx_norm(cfg, rngs, width=widths[0], name=norm_names[0])
+            self.key_norm = nnx_norm(cfg, rngs, width=widths[1], name=norm_names[1])
         self.cfg = cfg
 
     def __call__(
@@ -64,7 +66,12 @@ class Attention(nnx.Module):
         else:
             q_BTHD, k_BTKD, v_BTKD = (layer(h_BTE) for layer in projections)
         if self.cfg.qk_norm:
-            q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
+            q_BTHD, k_BTKD = (
+                norm(x.reshape(*x.shape[:2], -1, width)).reshape(x.shape)
+                for norm, x, width in zip(
+                    (self.query_norm, self.key_norm), (q_BTHD, k_BTKD), self.cfg.qk_norm_widths, strict=True
+                )
+            )
         o_BTHD, cache = layers.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, cache=cache, length=length)
         if overlapped:
             return add_bias(self.out, overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads")), cache
@@ -76,13 +83,14 @@ class MLP(nnx.Module):
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         linear = nnx_linear(cfg, rngs)
+        self.activation = cfg.activation
         self.gate = linear(cfg.embed_dim, cfg.mlp_dim, names=("embed", "mlp"))
         self.up = linear(cfg.embed_dim, cfg.mlp_dim, names=("embed", "mlp"))
         self.down = linear(cfg.mlp_dim, cfg.embed_dim, names=("mlp", "embed"), init=into_residual(cfg))
 
     def __call__(self, h_BTE: Array, *, overlapped: bool = False) -> Array:
         def down(gate_BTM: Array, up_BTM: Array) -> Array:
-            hidden_BTM = layers.swiglu(gate_BTM, up_BTM)
+            hidden_BTM = layers.swiglu(gate_BTM, up_BTM, self.activation)
             if overlapped:
                 return overlap.matmul_scattered(hidden_BTM, bare(self.down), "act_mlp")
             return self.down(hidden_BTM)
@@ -98,13 +106,16 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer layer: attention, then a dense MLP or an MoE layer, each with a residual connection."""
+    """Transformer layer: attention, then a dense MLP or an MoE layer, each with norms and a residual connection."""
 
     def __init__(self, cfg: TransformerConfig, *, has_experts: bool = False, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
-        self.attention_norm = nnx_norm(cfg, rngs)
+        has_input_norms, has_output_norms = cfg.norm_placement != "after", cfg.norm_placement != "before"
+        self.attention_norm = nnx_norm(cfg, rngs) if has_input_norms else None
+        self.attention_out_norm = nnx_norm(cfg, rngs) if has_output_norms else None
         self.attention = (Attention if cfg.latent is None else NNXLatentAttention)(cfg, rngs=rngs)
-        self.mlp_norm = nnx_norm(cfg, rngs)
+        self.mlp_norm = nnx_norm(cfg, rngs) if has_input_norms else None
+        self.mlp_out_norm = nnx_norm(cfg, rngs) if has_output_norms else None
         if has_experts:
             assert cfg.moe is not None
             down = into_residual(cfg)
@@ -118,18 +129,24 @@ class Block(nnx.Module):
         """Return the residual stream after this layer, the updated cache, and the router statistics."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
-            h_BTE = self.attention_norm(x_BTE)
+            h_BTE = x_BTE if self.attention_norm is None else self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
-            x_BTE = x_BTE + layers.block_output(a_BTE, "attention_out")
+            x_BTE = self._added(x_BTE, layers.block_output(a_BTE, "attention_out"), self.attention_out_norm)
         aux = None
         with jax.named_scope("mlp"):
+            h_BTE = x_BTE if self.mlp_norm is None else self.mlp_norm(x_BTE)
             if isinstance(self.mlp, MoE):
-                m_BTE, stats = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
+                m_BTE, stats = self.mlp(layers.block_input(h_BTE), drops=cache is None)
                 aux = stats.aux
             else:
-                m_BTE = self.mlp(self.mlp_norm(x_BTE), overlapped=overlapped)
-            x_BTE = x_BTE + layers.block_output(m_BTE, "mlp_out")
+                m_BTE = self.mlp(h_BTE, overlapped=overlapped)
+            x_BTE = self._added(x_BTE, layers.block_output(m_BTE, "mlp_out"), self.mlp_out_norm)
         return layers.residual(x_BTE), cache, aux
+
+    def _added(self, x_BTE: Array, y_BTE: Array, norm: Any) -> Array:
+        """Return the sum of the residual stream and the normed, scaled output of a block."""
+        y_BTE, scale = y_BTE if norm is None else norm(y_BTE), self.cfg.residual_scale
+        return x_BTE + (y_BTE if scale == 1 else scale * y_BTE)
 
 
 class Transformer(nnx.Module):
@@ -188,6 +205,7 @@ class Transformer(nnx.Module):
             if cache is None:
                 tokens, positions, segments = context.prepare(tokens, positions, segments)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
+            x_BTE = x_BTE if self.cfg.embed_scale == 1 else self.cfg.embed_scale * x_BTE
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
@@ -195,6 +213,7 @@ class Transformer(nnx.Module):
             if not self.cfg.tied_embeddings:
                 (x_BTE, matrix), vocab_dim = layers.reduced_first(x_BTE, bare(self.head)), 1
             h_BTE = layers.block_input(self.final_norm(x_BTE))
+            h_BTE = h_BTE if self.cfg.logits_divisor == 1 else h_BTE / self.cfg.logits_divisor
             h_BTE = context.natural_order(h_BTE) if cache is None else h_BTE
             if self.cfg.vocab_chunk is not None and cache is None:
                 return Unembedding(h_BTE, matrix, vocab_dim, self.cfg.vocab_chunk, cap)
@@ -267,17 +286,21 @@ def rope_of(
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
-    rotated = cfg.head_dim if cfg.latent is None else cfg.latent.rope_dim
+    rotated, scaling = cfg.num_rotated, cfg.rope_scaling or cfg.rope_yarn
 
     def table(has_rope: bool, theta: float | None) -> Rope:
         if not has_rope:
             return layers.rope(positions_BT, np.zeros(rotated // 2), dtype)
         if theta is not None:
             return layers.rope(positions_BT, layers.rope_frequencies(rotated, theta), dtype)
-        frequencies_F = layers.rope_frequencies(rotated, cfg.rope_theta, cfg.rope_scaling or cfg.rope_yarn)
-        angles = layers.rope(positions_BT, frequencies_F, dtype)
-        if cfg.rope_yarn is not None and cfg.rope_yarn.rotated_factor != 1:
-            angles = Rope(*(x * cfg.rope_yarn.rotated_factor for x in angles[:2]))
+        frequencies_F = layers.rope_frequencies(rotated, cfg.rope_theta, scaling) / cfg.rope_linear
+        if (long := cfg.rope_long) is not None:
+            is_long_B11 = positions_BT.max(axis=1)[:, None, None] >= long.original_seq_len
+            factors_B1F = jnp.where(is_long_B11, np.asarray(long.long_factor), np.asarray(long.short_factor))
+            frequencies_F = frequencies_F / factors_B1F
+        angles, stretched = layers.rope(positions_BT, frequencies_F, dtype), cfg.rope_yarn or long
+        if stretched is not None and stretched.rotated_factor != 1:
+            angles = Rope(*(x * stretched.rotated_factor for x in angles[:2]))
         return angles
 
     angles, *others = (table(*key) for key in layers.rope_tables(cfg))

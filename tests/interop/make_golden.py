@@ -56,6 +56,48 @@ ODD: dict[str, Any] = {
 }  # fmt: skip
 ODD_MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    "gemma2": {
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.5,
+    },
+    "olmo2": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+    },
+    "phi3": {
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "partial_rotary_factor": 0.75,
+        "head_dim": 8,
+        "original_max_position_embeddings": 16,
+        "sliding_window": 11,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [1.5, 3.0, 6.0],
+            "original_max_position_embeddings": 16,
+        },
+    },
     "smollm3": {"no_rope_layer_interval": 3, "rope_theta": 500.0, "attention_bias": True},
 }
 """What differs from `ODD`."""

@@ -1,7 +1,8 @@
-"""Layers with different windows and rotary embeddings: equal on any mesh, with a cache, and in counts of FLOPs."""
+"""Options of the layers of other families: equal on any mesh, with a cache, and in counts of FLOPs."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -12,7 +13,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.model_flops import model_flops
-from meshpar.models import LayerKind, TransformerConfig, next_token_loss
+from meshpar.models import LayerKind, LongRope, RopeScaling, TransformerConfig, next_token_loss
 from meshpar.models.sampling import empty_cache
 from tests.equal import mesh_of
 from tests.errors import raises
@@ -21,7 +22,19 @@ from tests.models.test_attention_forms import MESHES, after_a_step, assert_equal
 from tests.models.test_transformer import random_params
 
 KINDS = (LayerKind(window=3), LayerKind(window=3, rope_theta=50.0), LayerKind(has_rope=False))
-SWITCHES = {"layer_pattern": KINDS, "qkv_bias": True, "out_bias": True, "attention_scale": 0.4}
+SWITCHES = {
+    "kinds": {"layer_pattern": KINDS, "qkv_bias": True, "out_bias": True, "attention_scale": 0.4},
+    "gemma": {
+        "layer_pattern": (LayerKind(window=3, rope_theta=50.0), LayerKind()), "norm_placement": "both",
+        "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": 4.0, "rope_linear": 2.0, "qk_norm": True,
+        "tied_embeddings": True, "attention_cap": 2.0, "logits_cap": 3.0,
+    },
+    "olmo": {"norm_placement": "after", "qk_norm": "all_heads", "residual_scale": 0.5, "logits_divisor": 2.0},
+    "phi": {
+        "head_dim": 8, "rotary_dim": 4, "rope_long": LongRope(
+            short_factor=(1.0, 2.0), long_factor=(2.0, 3.0), original_seq_len=8, rotated_factor=1.2),
+    },
+}  # fmt: skip
 
 
 def config(**changes):
@@ -29,25 +42,27 @@ def config(**changes):
     return TransformerConfig(**{**sizes, "mlp_dim": 16, **changes})
 
 
-@pytest.fixture(scope="module")
-def expected():
-    """Loss and parameters after a step on a single device."""
-    return after_a_step(config(**SWITCHES, attention="xla"), MESHES["one"], packed())
+@functools.cache
+def expected(name):
+    """Return the loss and the parameters after a step on a single device."""
+    return after_a_step(config(**SWITCHES[name], attention="xla"), MESHES["one"], packed())
 
 
 @pytest.mark.parametrize(
-    ("form", "case"),
+    ("name", "form", "case"),
     cases(
-        ("blockwise", "stages"), ("blockwise", "ring"),
-        grid=itertools.product(("xla", "blockwise"), MESHES),
+        ("kinds", "blockwise", "stages"), ("gemma", "blockwise", "ring"), ("olmo", "blockwise", "fsdp|tensor"),
+        grid=itertools.product(SWITCHES, ("xla", "blockwise"), MESHES),
     ),
 )  # fmt: skip
-def test_a_step_equals_a_single_device(form, case, expected):
-    assert_equal(after_a_step(config(**SWITCHES, attention=form), MESHES[case], packed()), expected)
+def test_a_step_equals_a_single_device(name, form, case):
+    assert_equal(after_a_step(config(**SWITCHES[name], attention=form), MESHES[case], packed()), expected(name))
 
 
-def test_decoding_with_a_cache_equals_the_full_sequence():
-    cfg = config(**SWITCHES)
+@pytest.mark.parametrize("name", cases("kinds", "gemma", grid=SWITCHES))
+def test_decoding_with_a_cache_equals_the_full_sequence(name):
+    switches = {key: value for key, value in SWITCHES[name].items() if key != "rope_long"}  # depends on the length
+    cfg = config(**switches)
     model, params, tokens = cfg.build(), random_params(cfg), packed()["inputs"][:2]
     with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
         full = jax.jit(lambda tokens: model.bind(params, {})(tokens))(tokens)
@@ -91,10 +106,16 @@ def test_flops_of_mixed_windows_are_the_mean_over_layers():
     assert flops_of(layer_pattern=pattern) == mean < flops_of()
 
 
-@pytest.mark.parametrize("case", cases("fsdp|tensor", grid=("fsdp|tensor", "stages", "ring", "by heads", "remat")))
-def test_expected_collectives_match(case):
+@pytest.mark.parametrize(
+    ("name", "case"),
+    cases(
+        ("olmo", "fsdp|tensor"), ("gemma", "fsdp|tensor"),
+        grid=itertools.product(SWITCHES, ("fsdp|tensor", "stages", "ring", "by heads", "remat")),
+    ),
+)  # fmt: skip
+def test_expected_collectives_match(name, case):
     spec, strategy, options = MESHES[case]
-    state = mp.abstract_state(config(**SWITCHES).build(), optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy)
+    state = mp.abstract_state(config(**SWITCHES[name]).build(), optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy)
     batch = {key: jax.ShapeDtypeStruct((16, 16), np.int32) for key in ("inputs", "targets")}
     report = mp.explain(mp.train_step(next_token_loss, **options), state, batch)
     assert report.is_as_expected, str(report)
@@ -107,6 +128,13 @@ def test_expected_collectives_match(case):
         ({"layer_pattern": [LayerKind()]}, "wrong-type", "layer_pattern"),
         ({"layer_pattern": KINDS, "attention_window": 3}, "conflict", "attention_window"),
         ({"attention_scale": 0.0}, "out-of-range", ""),
+        ({"rotary_dim": 6}, "out-of-range", "rotary_dim"),
+        ({"rope_long": LongRope(short_factor=(1.0,), long_factor=(1.0,), original_seq_len=8)}, "wrong-shape", "rope_l"),
+        ({"rope_linear": 2.0, "rope_scaling": RopeScaling()}, "conflict", "rope_linear"),
+        ({"qk_norm": "heads"}, "not-a-bool", ""),
+        ({"norm_placement": "none"}, "unknown-choice", ""),
+        ({"activation": "gelu"}, "unknown-choice", ""),
+        ({"logits_divisor": 0.0}, "out-of-range", ""),
         ({"qkv_bias": 1}, "not-a-bool", ""),
     ],
 )
