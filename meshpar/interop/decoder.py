@@ -20,7 +20,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 """Fields that do not affect the forward pass."""
 PARTIAL = "partial_rotary_factor"
-"""Field that `described` moves from `rope_parameters` to the config. Most families ignore it."""
+"""Field that `described` moves from `rope_scaling` or `rope_parameters` to the config."""
 FIXED = {PARTIAL: 1.0}
 """Fields of any family that have a single supported value, unless a family reads them."""
 TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
@@ -133,7 +133,7 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
         if None not in (only, value) and not same(value, only):
             fix = "use a different checkpoint, or add a field to TransformerConfig"
             if name == PARTIAL:
-                fix = "remove it, because transformers rotates all dimensions in this family"
+                fix = "remove it if the model's code does not read it: transformers rotates all dimensions"
             raise bad_value(where, name, value, f"the decoders support {only!r} only", fix)
 
 

@@ -134,21 +134,23 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
     length = given.get(name, document.get(name, document.get("max_position_embeddings")))
     length = typed(where, f"rope_scaling.{name}", length, int)
     if kind == "longrope":
-        lists = {name: given.get(name) for name in ("short_factor", "long_factor")}
-        for name, values in lists.items():
+
+        def factors(name: str) -> tuple[float, ...]:
+            path, values = f"rope_scaling.{name}", given.get(name)
             if not isinstance(values, list):
-                raise bad_value(
-                    where, f"rope_scaling.{name}", values, "it must be a list of numbers", code="wrong-type"
-                )
-        factors = {
-            name: tuple(typed(where, f"rope_scaling.{name}", x, float) for x in values or ())
-            for name, values in lists.items()
-        }
+                raise bad_value(where, path, values, "it must be a list of numbers", code="wrong-type")
+            return tuple(typed(where, path, value, float) for value in values)
+
         longest = typed(where, "max_position_embeddings", document.get("max_position_embeddings", length), int)
         factor = number("factor", longest / max(length, 1))
         rotated = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
-        rotated = number("attention_factor", rotated)
-        return {"rope_long": LongRope(**factors, original_seq_len=length, rotated_factor=rotated)}
+        long = LongRope(
+            short_factor=factors("short_factor"),
+            long_factor=factors("long_factor"),
+            original_seq_len=length,
+            rotated_factor=number("attention_factor", rotated),
+        )
+        return {"rope_long": long}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {"rope_scaling": RopeScaling(**{name: number(name) for name in names}, original_seq_len=length)}
@@ -161,7 +163,9 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
         rotated_factor=number("attention_factor", rotated),
-        truncate=typed(where, "rope_scaling.truncate", given.get("truncate") is not False, bool),
+        truncate=typed(
+            where, "rope_scaling.truncate", True if given.get("truncate") is None else given["truncate"], bool
+        ),
         score_factor=_mscale(factor, all_dim) ** 2 if scores and all_dim else 1.0,
     )
     return {"rope_yarn": yarn}

@@ -176,9 +176,11 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
             if local and local.get("rope_type", "default") != "default":
                 raise bad_value(where, f"rope_parameters.{SLIDING}", local, "local layers have no scaled frequencies")
             rope = rope[FULL]
-        for name in ("rope_theta", PARTIAL):
-            document |= {name: rope[name]} if rope.get(name) is not None else {}
-        document["rope_scaling"] = {k: v for k, v in rope.items() if k not in ("rope_theta", PARTIAL)} or None
+        document |= {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
+        document["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"} or None
+    scaling = document.get("rope_scaling")
+    if isinstance(scaling, Mapping) and scaling.get(PARTIAL) is not None:
+        document |= {PARTIAL: scaling[PARTIAL], "rope_scaling": {k: v for k, v in scaling.items() if k != PARTIAL}}
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -43,8 +43,15 @@ def moved(to: str) -> Any:
         (CONFIG, {"partial_rotary_factor": 0.5}, "unsupported-feature", "`partial_rotary_factor`"),
         (CONFIG, {"num_local_experts": 4}, "unknown-name", "`num_local_experts`"),
         (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "unsupported-feature", "rotary_factor"),
-        (CONFIG, {"rope_scaling": {**YARN, "truncate": False}}, "unsupported-feature", "`rope_scaling.truncate`"),
-        (CONFIG, {"rope_scaling": {"rope_type": "longrope"}}, "unsupported-feature", "`rope_scaling.rope_type`"),
+        (CONFIG, {"rope_scaling": {**YARN, "truncate": 0}}, "wrong-type", "`rope_scaling.truncate`"),
+        (CONFIG, {"rope_scaling": {"rope_type": "dynamic"}}, "unsupported-feature", "`rope_scaling.rope_type`"),
+        (CONFIG, {"rope_scaling": {"rope_type": "longrope"}}, "wrong-type", "`rope_scaling.short_factor`"),
+        (
+            CONFIG,
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": ["x"]}},
+            "wrong-type",
+            "`rope_scaling.long_factor`",
+        ),
         (CONFIG, {"hidden_size": 32}, "wrong-shape", "weight`"),
         (CONFIG, {"hidden_size": "16"}, "wrong-type", "`hidden_size`"),
         (CONFIG, {"hidden_size": None}, "not-found", "`hidden_size`"),
@@ -74,6 +81,9 @@ def test_rotary_fields_with_their_default_are_read():
     more = {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "short_factor": None}
     assert described(document | {"rope_scaling": YARN | more, "partial_rotary_factor": 1.0}).config == expected
     assert described(document | {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 1}}).config
+    for truncate in (True, False):
+        config = described(document | {"rope_scaling": {**YARN, "truncate": truncate}}).config
+        assert config.rope_yarn.truncate is truncate
 
 
 @pytest.mark.parametrize(

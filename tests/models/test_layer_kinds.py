@@ -116,7 +116,7 @@ def test_flops_of_mixed_windows_are_the_mean_over_layers():
 def test_expected_collectives_match(name, case):
     spec, strategy, options = MESHES[case]
     state = mp.abstract_state(config(**SWITCHES[name]).build(), optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy)
-    batch = {key: jax.ShapeDtypeStruct((16, 16), np.int32) for key in ("inputs", "targets")}
+    batch = {key: jax.ShapeDtypeStruct((16, 1024), np.int32) for key in ("inputs", "targets")}
     report = mp.explain(mp.train_step(next_token_loss, **options), state, batch)
     assert report.is_as_expected, str(report)
     assert not report.matching.missing

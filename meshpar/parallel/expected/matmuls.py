@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, split_axes
 from meshpar.sharding.types import LORA_SUFFIX, PAIR, Decision, axes_of_spec, spec_axes
 
+NORMED_HEADS = "norms over sharded heads"
+"""Role of the sums of a norm over all heads, one element per token."""
 VOCABULARY = "loss over a sharded vocabulary"
 """Role of the collectives of a loss with a sharded vocabulary."""
 
@@ -20,6 +23,7 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
         column-parallel weights, same input     all-reduce of the input's gradient, backward (Megatron's f)
         ... with sequence parallelism           reduce-scatter instead, and an all-gather of the sequence
         logits sharded over the vocabulary      all-reduce of max, sum and target, one element per token
+        norm over sharded heads                 all-reduce of means, one element per token
 
     A weight is row-parallel if its sharded dim is before its `embed` dim, and column-parallel if it is after (Shoeybi
     et al. 2019, "Megatron-LM", section 3). A weight without names is row-parallel if its first dim is sharded. In
@@ -34,6 +38,11 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
                 if not decision.leaf.has("expert"):  # the sums of the MoE layer include those of experts
                     yield from _of_pair(step, decision, axis)
                 continue
+            if decision.path.endswith("_norm/scale") and axis in split_axes(step, decision.spec):
+                sums = _activation_collective(step, axis, 1, (decision,))
+                # A mean of squares forward and backward, and a mean of products backward.
+                maximum = 3 + step.recomputed(decision.leaf.num_layers)
+                yield dataclasses.replace(sums(NORMED_HEADS, "sum", 1, maximum), dtype="f32", scattered=())
             side = _side(decision, axis)
             if side is not None:
                 key = parent(decision), axis, decision.leaf.num_layers, decision.leaf.has("expert")
