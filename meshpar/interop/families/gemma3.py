@@ -1,4 +1,4 @@
-"""Gemma 3 text checkpoints: Gemma 2 with normed queries and keys, and other rotary wavelengths in local layers."""
+"""Gemma 3 text checkpoints: Gemma 2 with norms of queries and keys, and two rotary bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2 checkpoints: norms after attention and MLP, and an RMSNorm over the queries and keys of all heads."""
+"""OLMo 2 checkpoints: norms after attention and MLP, and over the queries and keys of all heads."""
 
 from __future__ import annotations
 
