@@ -145,7 +145,6 @@ def _gamma(text: str) -> float:
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
-    """Raise an error if an option is set that the algorithm does not use."""
     ignored = ("--inner", "hierarchical") if inner is not None and algorithm != "hierarchical" else None
     ignored = ("--servers", "parameter-server") if servers != 1 and algorithm != "parameter-server" else ignored
     if ignored:

@@ -257,7 +257,6 @@ def _integer(env: Env, name: str) -> int:
 
 
 def _read(launcher: _Launcher, env: Env) -> Launch:
-    """Return the pod that a complete set of variables describes."""
     size_name = next((name for name in launcher.num_processes if _value(env, name)), None)
     num_processes = None if size_name is None else _integer(env, size_name)
     process_id = _integer(env, launcher.process_id)

@@ -642,7 +642,6 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields in nested mappings."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):

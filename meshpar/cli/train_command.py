@@ -691,7 +691,6 @@ def _plot(
     summary: Mapping[str, Any],
     loads: Loads | None,
 ) -> None:
-    """Write loss.png, and experts.png if the model has experts."""
     from meshpar.cli import plots
 
     has_bits = "bits_per_byte" in summary

@@ -64,7 +64,6 @@ class DocumentSplit:
         self._moved = (highest if num_held_out else lowest)[1]
 
     def _cut(self, parts: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
-        """Split the only document."""
         remaining = round(self._num_chars * (1 - self._fraction))
         for part in parts:
             if not 0 < remaining < self._num_chars and not self.settled:

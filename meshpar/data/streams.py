@@ -165,7 +165,6 @@ def _is_token_boundary(left: str, right: str, tokenizer: Tokenizer) -> bool:
 
 
 def _batched(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
-    """Group the documents into batches of about `_BATCH_BYTES`."""
     batch: list[tuple[Document, bool]] = []
     num_bytes = 0
     for document, is_held_out in documents:
@@ -239,7 +238,6 @@ def _cached(cache: str, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
 
 
 def _key(reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> str:
-    """Return the hash of all inputs of the streams."""
     options = _FORMAT, tokenizer.name, tokenizer.separator_id, reading.text_field, reading.max_bytes, valid_fraction
     key = hashlib.blake2b(repr(options).encode(), digest_size=16)
     with ThreadPoolExecutor() as pool:

@@ -130,7 +130,6 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Start the process, send the settings, and return the reply."""
         limits = [f"{limit}" for limit in (MAX_SECONDS, MAX_BYTES, MAX_CHARS)]
         command = [sys.executable, "-P", "-m", "meshpar.data.template_process", *limits]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -32,7 +32,7 @@ class Forms(NamedTuple):
     bytes_sent: str
     time: str
     bytes_reduced: str = ""
-    """Factor of γ. Empty if nothing is reduced."""
+    """Bytes that are reduced, multiplied by γ in the time; empty if the collective has no reduction."""
 
 
 class Algorithm(NamedTuple):

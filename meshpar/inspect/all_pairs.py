@@ -21,7 +21,7 @@ from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 
 ROLE = "examples compared with each other"
 _Operands: TypeAlias = Counter[tuple[int, str]]
-"""(number of elements, dtype) of an operand -> number of matmuls per step that compare all pairs with it."""
+"""(number of elements, dtype) -> number of all-pairs matmuls per step with an operand of this size and dtype."""
 
 
 def expected(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:

@@ -75,14 +75,14 @@ class Collective:
     bytes_sent_per_device: float
     """Bytes that a device sends each time the collective runs."""
     count_per_step: int
-    """Product of the trip counts of the loops around it; a loop of unknown length counts once."""
+    """Executions per step: the product of the trip counts of `loops`. A loop of unknown length counts once."""
     count_by_stage: tuple[int, ...]
     """Count on each pipeline stage, if the schedule's table determines it; `count_per_step` is then the largest.
     Empty if all devices have the same count."""
     count_known: bool
-    """False if a loop around it has no known length."""
+    """False if a loop in `loops` has no known length."""
     loops: tuple[Loop, ...]
-    """Loops around it, outermost first."""
+    """Enclosing loops, outermost first."""
     in_branch: bool
     """True if it runs only in a branch of a conditional, and the pipeline schedule does not determine the branch."""
     op_name: str

@@ -156,7 +156,6 @@ def _mesh_of(name: str, structs: PyTree, traced: Any, cluster: Cluster | None) -
 
 
 def _meshes_in(jaxpr: Any) -> Iterable[AnyMesh]:
-    """Yield the meshes of shardings and `shard_map`s inside a function."""
     for equation, _ in equations(jaxpr):
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, Sharding)):
             mesh = value.mesh if isinstance(value, NamedSharding) else value

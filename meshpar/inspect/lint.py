@@ -161,7 +161,6 @@ class _Context:
 
     @functools.cached_property
     def callers(self) -> dict[str, list[_Place]]:
-        """Instructions that call each computation."""
         callers: dict[str, list[_Place]] = {}
         for computation in self.module:
             for ins in computation:

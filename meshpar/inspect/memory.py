@@ -241,8 +241,6 @@ def temporaries(program: Program) -> list[Contributor]:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """A change of the strategy, of options of the step, or both."""
-
     strategy: Strategy | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Changed options of the step."""
@@ -268,10 +266,10 @@ def remedies(
 ) -> tuple[Remedy, ...]:
     """Compile variants of a step until a variant fits, and return the peak of each.
 
-    The changes are the next ZeRO stages, more micro-steps (more microbatches with a pipeline) and rematerialization of
-    layers (by a rule if the layers are not stacked). Cheap changes are compiled first, then combinations. The search
-    stops at the first variant that fits, and compiles at most `MOST_COMPILATIONS`. Invalid variants, and variants
-    whose state and batch exceed the limit, are not compiled and have a reason instead.
+    The changes are the next ZeRO stages, more micro-steps (with a pipeline, more microbatches) and rematerialization of
+    layers. Cheap changes are compiled first, then combinations. The search stops at the first variant that fits, and
+    compiles at most `MOST_COMPILATIONS`. Invalid variants, and variants whose state and batch exceed the limit, are not
+    compiled and have a reason instead.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     results: list[Remedy] = []

@@ -592,7 +592,6 @@ def text_of(renderable: Any, columns: int = TEXT_COLUMNS) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return the text with control characters replaced."""
     return "".join(c if c.isprintable() else " " if c in "\n\t" else "�" for c in text)
 
 

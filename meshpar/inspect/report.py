@@ -50,7 +50,7 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ProgramReport(Plain):
-    """Contents of all reports, which print as tables and display as HTML in notebooks."""
+    """Fields of all reports. A report prints as tables and displays as HTML in notebooks."""
 
     devices: int
     mesh: Mapping[str, int]

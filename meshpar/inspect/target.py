@@ -222,7 +222,6 @@ def _spec(name: str) -> Any:
 
 
 def _ptxas() -> Path | None:
-    """Return ptxas from PATH, or from NVIDIA's compiler package."""
     if (on_path := shutil.which("ptxas")) is not None:
         return Path(on_path)
     nvidia = _spec("nvidia")

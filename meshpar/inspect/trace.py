@@ -253,8 +253,6 @@ def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
 
 @dataclasses.dataclass
 class _Time:
-    """Time of an operation per device and step."""
-
     kind: str | None
     count: int = 0
     time_s: float = 0.0

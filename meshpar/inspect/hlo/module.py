@@ -1,4 +1,4 @@
-"""An HLO program as frozen data: modules of computations of instructions."""
+"""An HLO program as frozen data: a module has computations, and a computation has instructions."""
 
 from __future__ import annotations
 

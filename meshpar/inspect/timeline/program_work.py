@@ -39,7 +39,7 @@ class Matmul:
     flops: int
     """FLOPs of one execution; a multiply-add is two FLOPs."""
     count_per_step: int
-    """Product of the trip counts of the loops around it."""
+    """Executions per step: the product of the trip counts of the enclosing loops."""
     in_branch: bool
     computation: Computation
     ins: Instruction

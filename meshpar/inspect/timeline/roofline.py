@@ -38,7 +38,7 @@ class Kernel:
     launch_s: float
     """Part of `time_s` beyond compute time and memory time."""
     is_compute_bound: bool
-    """True if its FLOPs take longer than its bytes."""
+    """True if the compute time exceeds the memory time."""
 
 
 class Roofline:
