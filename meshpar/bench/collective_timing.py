@@ -47,7 +47,7 @@ class CollectiveKernels:
     """Implementations of a collective: the algorithms of `meshpar.collectives` and XLA's collective."""
 
     algorithms: Mapping[str, Callable[[float, int], cost.Cost]]
-    """Name of an algorithm -> its cost for (payload bytes, ranks). XLA's collective costs as much as the first."""
+    """Name of an algorithm -> its cost for (payload bytes, ranks). XLA's collective has the cost of the first one."""
     xla: Callable[[jax.Array, Ranks, str], jax.Array]
     ops: tuple[str, ...]
     """Reductions that XLA's collective supports, such as `sum`; empty for collectives without a reduction."""

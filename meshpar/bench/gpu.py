@@ -27,7 +27,7 @@ SMALL = (64, 128, 256, 512)
 MIN_COPIED_BYTES = 64_000_000
 """Minimum size of the copied array, larger than the caches."""
 CHAINED = 32
-"""Number of kernels in the shorter of two chains. The longer has twice as many, with equal loop overhead."""
+"""Number of kernels in a chain. A chain of twice as many has the same overhead, so the difference is kernel time."""
 TARGET_S = 0.05
 """Approximate seconds of a measured run, which repeats its operation."""
 
@@ -48,7 +48,7 @@ class Products(Printed, Plain):
     """Seconds from one small kernel to the next in a chain."""
 
     def profile(self, path: str | Path) -> Cluster:
-        """Return the profile in the file with these rates added. Without a file, start from a node of this GPU."""
+        """Add the rates to the profile in the file. If there is no file, start from a node of this GPU."""
         cluster = profile_of(self.device, path)
         source = "; ".join(filter(None, (cluster.source, self.source)))
         return dataclasses.replace(cluster, products=self.flops_per_s, launch_s=self.launch_s, source=source)

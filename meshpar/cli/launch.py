@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Env = Mapping[str, str]
 
 DEFAULT_PORT = 8476
-"""Port of the coordinator if the environment has its host only."""
+"""Port of the coordinator if the environment contains only the host."""
 
 JOIN_S = 300
 """Seconds for processes on several hosts to join. Loading a container image can take minutes."""
@@ -333,7 +333,7 @@ def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
 
 
 def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> tuple[int, ...] | None:
-    """Return the indices of this process's GPUs among the visible ones; None for all."""
+    """Return the visible GPUs that this process uses, as indices; None means all."""
     if chosen := _value(env, "JAX_LOCAL_DEVICE_IDS"):
         are_numbers = re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen)
         ids = tuple(int(i) for i in chosen.split(",")) if are_numbers else ()

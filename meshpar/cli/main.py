@@ -233,7 +233,7 @@ def cli() -> None:
 
 
 def _xla(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> None:
-    """Treat `--xla NAME=VALUE` as `--set step.xla.NAME=VALUE`. It is eager, so click reads it before `--set`."""
+    """Treat `--xla NAME=VALUE` as `--set step.xla.NAME=VALUE`. An eager option, read before `--set`."""
     for value in values:
         if not re.fullmatch(r"[^=]+=.+", value):
             reason, fix = "the format is NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"

@@ -316,7 +316,7 @@ class Recipe:
     validate_every: int | None = None
     """Steps between validations; None validates at the end only."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None saves at the end and when interrupted."""
+    """Steps between checkpoints; None saves only at the end and when interrupted."""
     checkpoint_retries: int = 3
     """Number of consecutive failed saves that are retried at the next interval. One more failed save stops the run."""
     keep_checkpoints: int = 3
@@ -358,7 +358,7 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def override(self, *assignments: str) -> Recipe:
-        """Return the recipe with fields set from text such as "mesh.fsdp=8", as in `override`."""
+        """Return the recipe with fields set from text such as "mesh.fsdp=8"; see the function `override`."""
         return override(self, assignments)
 
     def to_json(self) -> dict[str, Any]:
@@ -511,8 +511,8 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ between results of `to_json`, as dotted path -> (before, after).
 
-    `before` may be from an earlier version. Fields that did not exist then have their value in `defaults`, the result
-    of `defaults_of`. Fields of `step` may be fields of the recipe itself.
+    `before` may be from an earlier version. `defaults`, from `defaults_of`, has the values of fields that did not exist
+    then. In early versions, the fields of `step` are at the top level.
     """
     absent = "(absent)"
     step_fields = {field.name for field in dataclasses.fields(StepOptions)}

@@ -366,7 +366,7 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | 
 
 
 def check_ids(recipe: Recipe, source: Source) -> None:
-    """Check that token ids in arrays are below the vocabulary size. Other data has no ids to check."""
+    """Check that the token ids of `ArrayData` are below the vocabulary size."""
     from meshpar.models.token_loss import IGNORE_TARGET
 
     vocab_size = getattr(recipe.model, "vocab_size", None)

@@ -87,7 +87,7 @@ class RowSource(Source):
 
 
 class TokenSource(RowSource):
-    """A `RowSource` of `seq_len` tokens per row, with the methods of its tokenizer."""
+    """A `RowSource` of `seq_len` tokens per row, with `encode` and `decode` of its tokenizer."""
 
     def __init__(self, data: Any, tokenizer: Tokenizer, *rows: Rows, batch_size: int, seed: int) -> None:
         super().__init__(data, *rows, batch_size=batch_size, seed=seed, extra={"seq_len": data.seq_len})

@@ -132,7 +132,7 @@ def load_tokenizer(name: str, *, separator: str | None = None) -> Tokenizer:
 
     Args:
       name: `bytes`, or the path of a `tokenizer.json`.
-      separator: the token between documents, by default that of the file; "" for none.
+      separator: token after each document. None detects the token of the file, "" adds none.
     """
     if name != BYTES:
         return HuggingFaceTokenizer(name, separator=separator)

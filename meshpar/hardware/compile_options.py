@@ -21,7 +21,7 @@ Options = Mapping[str, Value]
 """Name of an XLA flag, without dashes -> value."""
 
 GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": True})
-"""Defaults for GPUs. Newer versions of XLA enable this scheduler by default, but the version of jax 0.10 does not."""
+"""Defaults for GPUs. Newer versions of XLA enable the scheduler by default; the version in jax 0.10 does not."""
 
 
 IN_PLACE: Options = MappingProxyType(
@@ -61,7 +61,7 @@ def options_for(mesh: AnyMesh, user: Options, strategy: Options = MappingProxyTy
     Args:
       mesh: the mesh of the step.
       user: options of the user, which override all others.
-      strategy: options of the strategy. Options for other platforms than that of the mesh are left out.
+      strategy: options of the strategy. Options for other platforms are left out.
     """
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     for_platform = {name: value for name, value in strategy.items() if name.startswith("xla_cpu_") == on_cpu}

@@ -44,7 +44,7 @@ class Algorithm(NamedTuple):
     cost: Callable[..., Cost]
     forms: Forms
     uses_all_ports: bool = False
-    """Whether NCCL uses all network ports of a node for it. Other algorithms use one port per rank."""
+    """Whether NCCL uses all network ports of a node. Other algorithms use one port per rank."""
     by_powers_of_two: bool = False
 
 

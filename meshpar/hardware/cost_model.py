@@ -398,7 +398,7 @@ eighth. With 16, the gradients of DeepSeek-V3's experts take twice as long in th
 block reads and writes all sums, and on CPUs forward and backward pass together take 1.2 to 1.9 times as long."""
 MAX_BLOCK_ROWS = 4096
 """Maximum number of rows of a block. Each block reads and writes the full gradient of its group's weights. On an H100
-this takes as long as the matmuls of 900 rows."""
+this traffic takes as long as the matmuls of 900 rows."""
 
 
 def grouped_block(num_rows: int, num_groups: int) -> int:

@@ -55,7 +55,7 @@ def expected(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
 
 
 _WITH_SEVERAL = frozenset({"cond", "custom_linear_solve"})
-"""Primitives with several inner jaxprs. Their results are marked if any argument depends on the batch."""
+"""Primitives with several inner jaxprs. All their results count as dependent on the batch if an argument is."""
 
 
 def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operands: _Operands) -> list[bool]:

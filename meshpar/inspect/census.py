@@ -71,7 +71,7 @@ class Collective:
     dtype: str
     """Element type on the wire; several are joined with `+`."""
     payload_bytes: int
-    """The payload n of the table in the module docstring, summed over all arrays."""
+    """Size of the payload, summed over all arrays. The module docstring defines the payload of each kind."""
     bytes_sent_per_device: float
     """Bytes that a device sends each time the collective runs."""
     count_per_step: int

@@ -98,7 +98,7 @@ class Trace(Printed, Plain):
 
     source: str
     program: str
-    """Name of the training step, or of the program with the longest total time."""
+    """Name of the profiled program: the training step, or without one, the program with the longest total time."""
     devices: int
     steps: int
     step_s: float
@@ -148,8 +148,8 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     Args:
       path: a trace file, or the folder of a run, of which the newest trace is read.
       report: report for the same step, with predictions, phases and module names.
-      links: measured links between these devices, for collectives without a time in the report. Defaults to
-        `hardware.clusters.HOST_DEVICES` on CPU host devices.
+      links: measured links between these devices, for collectives without a time in the report. The default
+        for a report on CPU host devices is `hardware.clusters.HOST_DEVICES`.
       top: number of largest costs to return.
     """
     file = find(path)

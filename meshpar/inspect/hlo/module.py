@@ -53,7 +53,7 @@ class Instruction:
     called: tuple[tuple[str, str], ...]
     """(role, computation) pairs: `body`, `condition`, `to_apply`, `calls`, `branch`, ..."""
     replica_groups: Groups | None
-    """None if the attribute is absent; `()` if it is empty, which means all devices."""
+    """Groups of devices that communicate; None without the attribute, `()` for all devices."""
     source_target_pairs: Groups | None
     is_root: bool
 

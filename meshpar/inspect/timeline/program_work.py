@@ -29,7 +29,7 @@ _NO_MEMORY = frozenset(
 
 
 Attention = Literal["", "forward", "backward"]
-"""Whether a fused attention kernel computes the forward or the backward pass; empty for other matmuls."""
+"""Pass that a fused attention kernel computes; empty for other matmuls."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +187,7 @@ def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]
 
 
 def _temporary(module: Module, leaf: ArrayShape, index: int, computation: Computation, ins: Instruction) -> Temporary:
-    """Return the `Temporary` of an array. If the compiler lost its origin, use that of a related instruction."""
+    """Return the `Temporary` of an array. If the compiler lost the origin, use the origin of a related instruction."""
     origin = ins
     if not _module(ins):
         origin = _filled_by(module, computation, ins, index) or _nearest_with_module(computation, ins) or ins

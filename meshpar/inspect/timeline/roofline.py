@@ -128,7 +128,7 @@ class Roofline:
         return nbytes
 
     def _read_of(self, inner: Computation, value: Instruction, of: ArrayShape, hops: int) -> int:
-        """Return how many bytes of an array its users in a fusion read, also through views, which are not copied."""
+        """Return how many bytes of an array are read in a fusion, by its users and by users of its views."""
         total = of.nbytes if value is inner.root else 0
         for user in inner.users[value.name]:
             if total >= of.nbytes or not hops:

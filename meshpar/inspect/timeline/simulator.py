@@ -104,7 +104,7 @@ class Timed:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Hidden fraction of its time; None if it takes no time."""
+        """Hidden fraction of `time_s`; None if `time_s` is 0."""
         return self.hidden_s / self.time_s if self.time_s else None
 
     @property
@@ -229,7 +229,7 @@ class _ComputationRun:
     network_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
     hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
     cover: Cover = "nothing"
-    """Compute that the computation contains, as in `Timed.cover`."""
+    """Compute that the computation contains: `matmul`, `kernels` (without a matmul) or `nothing`."""
     ops: list[Op] = dataclasses.field(default_factory=list)
     waits: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     flights: list[_Flight] = dataclasses.field(default_factory=list)
