@@ -109,6 +109,7 @@ def ring_attention(
     window: int | WindowChoice | None = None,
     cap: float | None = None,
     segments: Int[Array, "B t"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
     tile: int | None = None,
     kernel: TileKernel | None = None,
 ) -> Float[Array, "B t H D"]:
@@ -136,6 +137,7 @@ def ring_attention(
       scale, window, cap: see `blockwise_attention`. A window requires `causal`, and tiles outside of it are skipped.
       segments: see `blockwise_attention`. Each rank receives the segments of all ranks, `4 (N-1) B t` bytes, and skips
         tiles without a common segment.
+      sinks: see `blockwise_attention`. All ranks have the same.
       tile: number of positions of a tile. The nearest divisor of t (of t/2 in zigzag order) is used. The default is 512
         for plain matmuls, and the largest possible tile with a `kernel`.
       kernel: computes the attention of a tile, such as `meshpar.collectives.cudnn.TILES`; plain matmuls by default. Its
@@ -150,7 +152,7 @@ def ring_attention(
     """
     where = "ring_attention"
     num_ranks = ranks_of(where, axis)
-    _check_arrays(where, q, k, v, window, cap, segments)
+    _check_arrays(where, q, k, v, window, cap, segments, sinks)
     _check_ring_options(q.shape[1], order, causal, scale, tile, kernel, window=window, cap=cap, segments=segments)
     length = q.shape[1] // 2 if order == "zigzag" else q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -158,7 +160,7 @@ def ring_attention(
     tile = tile or (TILE if kernel is None else length)
     q, k, v = varying_alike(axis, q, k, v)
     with jax.named_scope("ring_attention"):
-        return _attend(ring, q, k, v, window, segments, _nearest_divisor(length, tile))
+        return _attend(ring, q, k, v, window, segments, sinks, _nearest_divisor(length, tile))
 
 
 def blockwise_attention(
@@ -170,6 +172,7 @@ def blockwise_attention(
     window: int | WindowChoice | None = None,
     cap: float | None = None,
     segments: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
     tile: int = TILE,
 ) -> Float[Array, "B T H D"]:
     """Causal softmax attention in memory linear in T; the reference is `reference.blockwise_attention`.
@@ -186,25 +189,29 @@ def blockwise_attention(
         `WindowChoice` selects a number at run time.
       cap: scores s become `cap tanh(s / cap)` before the mask. None: no cap.
       segments: integers; positions attend only to positions with the same integer, as for packed sequences.
+      sinks: a logit for each query head, which is part of the softmax but has no value (GPT-OSS): the weights of a
+        query sum to less than 1.
       tile: number of positions of a tile. The sequence is padded to a multiple of `tile`.
 
     Raises:
       MeshparError: shapes or dtypes do not match, or an option is out of range.
 
     Sources: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory"; Dao et al. 2022, "FlashAttention";
-    Gemma Team 2024, "Gemma 2", for the cap.
+    Gemma Team 2024, "Gemma 2", for the cap; Xiao et al. 2023, "Efficient Streaming Language Models with Attention
+    Sinks", for the sinks.
     """
     where = "blockwise_attention"
-    _check_arrays(where, q, k, v, window, cap, segments)
+    _check_arrays(where, q, k, v, window, cap, segments, sinks)
     check_positive_int(where, "a number of positions", tile=tile)
     ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, None, cap)
     with jax.named_scope("blockwise_attention"):
-        return _attend(ring, q, k, v, window, segments, min(tile, q.shape[1]))
+        return _attend(ring, q, k, v, window, segments, sinks, min(tile, q.shape[1]))
 
 
 def _attend(
-    ring: _Ring, q: Array, k: Array, v: Array, window: int | WindowChoice | None, segments: Array | None, size: int
-) -> Array:
+    ring: _Ring, q: Array, k: Array, v: Array, window: int | WindowChoice | None, segments: Array | None,
+    sinks: Array | None, size: int,
+) -> Array:  # fmt: skip
     """Split the arrays into tiles of `size` positions, run the ring, and join the tiles of the output."""
     padding = -q.shape[1] % size
 
@@ -220,7 +227,10 @@ def _attend(
         local_nBs = tiles(segments[..., None])[..., 0]
         all_NnBs = lax.all_gather(local_nBs, ring.axis) if ring.num_ranks > 1 else local_nBs[None]
         tiled_segments = local_nBs, all_NnBs
-    arrays = q_nBKGsD, jnp.stack([tiles(k), tiles(v)], axis=1), tiled_segments
+    if sinks is not None:  # their gradient is summed in float32 over the examples and ranks
+        sinks_KG = sinks.astype(_at_least_float32(q.dtype)).reshape(k.shape[2], -1)
+        q_nBKGsD, sinks = varying_alike((), q_nBKGsD, sinks_KG)
+    arrays = q_nBKGsD, jnp.stack([tiles(k), tiles(v)], axis=1), tiled_segments, sinks
     if isinstance(window, WindowChoice):
         o_nBKGsD = _attention(ring, *arrays, window)
     else:
@@ -298,22 +308,30 @@ class _Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: WindowChoice | None) -> Array:
-    return _attention_forward(ring, q, kv, segments, windows)[0]
+def _attention(
+    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, sinks_KG: Array | None, windows: WindowChoice | None
+) -> Array:
+    return _attention_forward(ring, q, kv, segments, sinks_KG, windows)[0]
 
 
 def _attention_forward(
-    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, windows: WindowChoice | None
+    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, sinks_KG: Array | None, windows: WindowChoice | None
 ) -> tuple[Array, tuple[Any, ...]]:
-    o, lse = _in_window(ring, windows, _forward, q, kv, segments)
+    o, lse = _in_window(ring, windows, _forward, q, kv, segments, sinks_KG)
     # With these names a remat policy can save the results, so that the tiles are not computed a second time.
     o, lse = (checkpoint_name(x, "attention") for x in (o, lse))
-    return o, (q, kv, o, lse, segments, windows)
+    return o, (q, kv, o, lse, segments, sinks_KG, windows)
 
 
-def _attention_backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Array, Array, None, None]:
-    dq, dkv = _in_window(ring, saved[-1], _backward, saved[:-1], do)
-    return dq, dkv, None, None
+def _attention_backward(ring: _Ring, saved: tuple[Any, ...], do: Array) -> tuple[Any, ...]:
+    *arrays, sinks_KG, windows = saved
+    dq, dkv = _in_window(ring, windows, _backward, arrays, do)
+    if sinks_KG is None:
+        return dq, dkv, None, None, None
+    _, _, o, lse, _ = arrays
+    # As for a key with weight exp(sink - lse) and a value of 0.
+    slope_nBKGs = jnp.exp(sinks_KG[..., None] - lse) * jnp.sum(do.astype(lse.dtype) * o.astype(lse.dtype), axis=-1)
+    return dq, dkv, None, -slope_nBKGs.sum((0, 1, 4)), None
 
 
 def _in_window(ring: _Ring, windows: WindowChoice | None, run: Callable[..., Any], *args: Any) -> Any:
@@ -330,8 +348,10 @@ def _in_window(ring: _Ring, windows: WindowChoice | None, run: Callable[..., Any
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tuple[Array, Array]:
-    """Return the attention output and the log-sum-exp of each query's scores."""
+def _forward(
+    ring: _Ring, q: Array, kv: Array, segments: _Segments | None, sinks_KG: Array | None
+) -> tuple[Array, Array]:
+    """Return the attention output and the log-sum-exp of each query's scores and sink."""
     N, dtype = ring.num_ranks, _at_least_float32(q.dtype)
     visible = functools.partial(_visibility, ring, q, segments)
 
@@ -346,6 +366,9 @@ def _forward(ring: _Ring, q: Array, kv: Array, segments: _Segments | None) -> tu
         _full_like(q, q.shape[:-1], -np.inf, dtype),
         _full_like(q, q.shape[:-1], 0, dtype),
     )
+    if sinks_KG is not None:  # as if each query had seen a key with this score and a value of 0
+        maximum = jnp.broadcast_to(sinks_KG[..., None], q.shape[:-1])
+        softmax = softmax._replace(max_nBKGs=maximum, sum_nBKGs=jnp.ones_like(maximum))
     softmax = _local_tiles(ring, q, functools.partial(_tile_forward, ring, q, kv, visible(0)), softmax)
     if N > 1:
         carry = _loop(1, N - 1, step, (next_kv, softmax))
@@ -610,7 +633,7 @@ def _check_ring_options(
     check_cases(where, "use a window with causal=False", "conflict", (is_wrong, reason, "leave out one of them"))
 
 
-def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: Any, segments: Any) -> None:
+def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: Any, segments: Any, sinks: Any) -> None:
     shapes = f"attend with q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}, v {v.dtype}{list(v.shape)}"
     differ = (*q.shape[:2], *q.shape[3:]) != (*k.shape[:2], *k.shape[3:])
     check_cases(
@@ -628,6 +651,9 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
             check_positive_int(where, "a number of positions", window=size)
     if cap is not None:
         check_number(where, "50.0", cap=cap)
+    if sinks is not None:
+        case = jnp.shape(sinks) != q.shape[2:3], f"q has {q.shape[2]} heads", "use one number per query head"
+        check_cases(where, f"use sinks {list(jnp.shape(sinks))}", "wrong-shape", case)
     if segments is not None:
         dtype, shape, fix = jnp.result_type(segments), jnp.shape(segments), "use one integer per position"
         requested, reason = f"use segments {dtype}{list(shape)}", f"q has batch and positions {list(q.shape[:2])}"

@@ -125,6 +125,7 @@ def ring_attention(
     window: int | None = None,
     cap: float | None = None,
     segments: Int[Array, "N B t"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "N B t H D"]:
     """Softmax attention over the full sequence, with the softmax in float32 or higher precision."""
     num_ranks = len(q)
@@ -134,7 +135,7 @@ def ring_attention(
     if segments is not None:
         segments = _joined(segments, 1, tiled=True)
         segments = unzigzag(segments, num_ranks) if order == "zigzag" else segments
-    o = _attention(q, k, v, _mask(q.shape[1], causal, window, segments), scale, cap)
+    o = _attention(q, k, v, _mask(q.shape[1], causal, window, segments), scale, cap, sinks)
     return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
 
 
@@ -147,9 +148,10 @@ def blockwise_attention(
     window: int | None = None,
     cap: float | None = None,
     segments: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal softmax attention with a mask over the full sequence."""
-    return _attention(q, k, v, _mask(q.shape[1], True, window, segments), scale, cap)
+    return _attention(q, k, v, _mask(q.shape[1], True, window, segments), scale, cap, sinks)
 
 
 def _mask(length: int, causal: bool, window: int | None, segments: Array | None) -> Array:
@@ -158,13 +160,19 @@ def _mask(length: int, causal: bool, window: int | None, segments: Array | None)
     return mask if segments is None else mask & (segments[:, None, :, None] == segments[:, None, None])
 
 
-def _attention(q: Array, k: Array, v: Array, mask: Array, scale: float | None, cap: float | None) -> Array:
+def _attention(
+    q: Array, k: Array, v: Array, mask: Array, scale: float | None, cap: float | None, sinks: Array | None
+) -> Array:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bshd->bhqs", q, k, preferred_element_type=dtype)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     return jnp.einsum("bhqs,bshd->bqhd", weights, v)
 
 

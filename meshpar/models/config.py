@@ -217,6 +217,9 @@ class TransformerConfig:
     """Factor of the attention scores before the cap and the softmax. `None` means `head_dim ** -0.5`."""
     qkv_bias: bool = False
     """Whether the projections of queries, keys and values have biases (Qwen2). Not with `latent`."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned logit in the softmax of the attention scores, without a value (GPT-OSS).
+    Not with `latent`, `attention="cudnn"` (except in ring attention) and `attention="tokamax"`."""
     out_bias: bool = False
     """Whether the output projection of the attention has a bias. Not with `latent`."""
     qk_norm: bool | Literal["all_heads"] = False
@@ -262,6 +265,7 @@ class TransformerConfig:
         check_choice(where, "the position of the norms", get_args(NormPlacement), norm_placement=self.norm_placement)
         check_choice(where, "the activation of the MLP", get_args(Activation), activation=self.activation)
         check_bool(where, "projections have biases", qkv_bias=self.qkv_bias, out_bias=self.out_bias)
+        check_bool(where, "the softmax has sinks", attention_sinks=self.attention_sinks)
         check_choice(where, "the dtype of the initial parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
         check_choice(where, "the implementation of attention", get_args(Attention), attention=self.attention)
         check_choice(where, "the kind of matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
@@ -305,6 +309,9 @@ class TransformerConfig:
              "conflict"),
             (latent and (self.qkv_bias or self.out_bias), "qkv_bias" if self.qkv_bias else "out_bias",
              "latent attention has no biases", "omit it", "conflict"),
+            (self.attention_sinks and (latent or self.attention == "tokamax"), "attention_sinks",
+             "latent attention and tokamax do not support them", 'use attention="blockwise", without latent',
+             "unsupported-feature"),
             (latent and self.attention_scale, "attention_scale", "latent attention has its own scale", "omit it",
              "conflict"),
             (self.layer_pattern and self.attention_window, "attention_window",
@@ -361,7 +368,7 @@ class TransformerConfig:
         norms = self.embed_dim * ((4 if self.norm_placement == "both" else 2) * self.num_layers + 1)
         norms += sum(self.qk_norm_widths) * self.num_layers * bool(self.qk_norm)
         biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias
-        biases += self.embed_dim * self.out_bias
+        biases += self.embed_dim * self.out_bias + self.num_heads * self.attention_sinks
         if self.latent is not None:
             norms += self.num_layers * ((self.latent.q_rank or 0) + self.latent.kv_rank)
         experts = 0 if self.moe is None else self.num_moe_layers * self.moe.num_params(self.embed_dim)

@@ -91,6 +91,7 @@ def ring(
     scale: float | None = None,
     window: int | WindowChoice | None = None,
     cap: float | None = None,
+    sinks_H: Array | None = None,
     kernel: TileKernel | None = None,
 ) -> Array:
     """Compute causal ring attention over a sequence in zigzag order, sharded over `sequence_axes`.
@@ -99,11 +100,11 @@ def ring(
     differently, the compiler partitions the heads, except with a library kernel.
     """
     axes = sequence_axes(q_BTHD)
-    extra = (segments_BT, window if isinstance(window, WindowChoice) else None)
+    extra = (segments_BT, window if isinstance(window, WindowChoice) else None, sinks_H)
 
-    def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None) -> Array:
+    def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None, sinks: Any) -> Array:
         options: dict[str, Any] = {"scale": scale, "window": windows or window, "cap": cap, "segments": segments}
-        return ring_attention(q, k, v, axis=axes, kernel=kernel, **options)
+        return ring_attention(q, k, v, axis=axes, sinks=sinks, kernel=kernel, **options)
 
     if kernel is not None:
         return by_device(attention, q_BTHD, k_BTKD, kv_heads="attn_kv_heads")(q_BTHD, k_BTKD, v_BTKD, *extra)
@@ -111,7 +112,12 @@ def ring(
     kv = spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
-    return per_device(attention, (q, kv, kv, PartitionSpec(*q[:2]), PartitionSpec()), q)(q_BTHD, k_BTKD, v_BTKD, *extra)
+    return per_device(attention, (q, kv, kv, *_extra_specs(q)), q)(q_BTHD, k_BTKD, v_BTKD, *extra)
+
+
+def _extra_specs(q: PartitionSpec) -> tuple[PartitionSpec, ...]:
+    """Return the specs of segments, windows and sinks."""
+    return PartitionSpec(*q[:2]), PartitionSpec(), PartitionSpec(*q[2:3])
 
 
 def by_device(
@@ -119,19 +125,18 @@ def by_device(
 ) -> Callable[..., Array]:
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
-    The arguments of the kernel are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, and a
-    `WindowChoice` or None. If the key heads have fewer shards than the query heads, each device receives all key heads
-    and selects the heads of the local queries.
+    The arguments of the kernel are queries, keys and values `[B, T, H or K, D]`, segments `[B, T]` or None, a
+    `WindowChoice` or None, and sinks `[H]` or None. If the key heads have fewer shards than the query heads, each
+    device receives all key heads and selects the heads of the local queries.
     """
     if ambient() is None:
         return kernel
     q = spec_of(q_BTHD, "batch", "attn_seq", "attn_heads", None)
     kv = spec_of(k_BTKD, "batch", "attn_seq", kv_heads, None)
-    rows = PartitionSpec(*q[:2])
 
     def sharded(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
         options = {"all_axes": True, "check_vma": check_vma}
-        return lambda *arrays: per_device(kernel, (q, kv, kv, rows, PartitionSpec()), q, **options)(*arrays)
+        return lambda *arrays: per_device(kernel, (q, kv, kv, *_extra_specs(q)), q, **options)(*arrays)
 
     if q[2] == kv[2]:
         return sharded(kernel, q)
@@ -145,7 +150,7 @@ def by_device(
             heads = heads[:: min(shared, num_heads)]
         return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)), *extra)
 
-    return sharded(with_local_heads, rows)
+    return sharded(with_local_heads, PartitionSpec(*q[:2]))
 
 
 def shared_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> tuple[Array, Array, str]:

@@ -240,6 +240,7 @@ def causal_attention(
     scale: float | None = None,
     window: int | WindowChoice | None = None,
     cap: float | None = None,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Compute causal softmax attention.
 
@@ -255,21 +256,23 @@ def causal_attention(
       scale: factor of the scores, by default `D ** -0.5`.
       window: a position attends to itself and the `window - 1` positions before it.
       cap: scores s become `cap tanh(s / cap)`.
+      sinks_H: as in `blockwise_attention`. Not supported by "cudnn" and "tokamax".
 
     Raises:
       ValueError: the implementation does not support an option.
     """
     if implementation == "xla":
-        limits: dict[str, Any] = {"scale": scale, "window": window, "cap": cap}
+        limits: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks_H": sinks_H}
         return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, **limits)
     if implementation == "blockwise":
-        blockwise = functools.partial(blockwise_attention, window=window, cap=cap, segments=segments_BT)
+        options: dict[str, Any] = {"window": window, "cap": cap, "segments": segments_BT, "sinks": sinks_H}
+        blockwise: Callable[..., Array] = functools.partial(blockwise_attention, **options)
         return _in_one_width(blockwise, q_BTHD, k_BTKD, v_BTKW, scale)
     kernel: Callable[..., Array] = _by_cudnn
     if implementation == "tokamax":
         kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, cap=cap)
     else:
-        _refuse("cuDNN's attention does", segments=segments_BT, cap=cap)
+        _refuse("cuDNN's attention does", segments=segments_BT, cap=cap, sinks=sinks_H)
 
     def with_window(size: int | None) -> Callable[..., Array]:
         return functools.partial(_in_one_width, functools.partial(kernel, window=size), scale=scale)
@@ -283,6 +286,7 @@ def causal_attention(
 def _refuse(subject: str, **options: object) -> None:
     """Raise an error if any of these options, which cuDNN does not support, is set."""
     names = {"segments": "packed sequences", "cap": "attention_cap", "window": "attention_window"}
+    names["sinks"] = "attention_sinks"
     requested = [names[name] for name, value in options.items() if value is not None]
     if requested:
         where, reason = 'TransformerConfig(attention="cudnn")', f"{subject} not support this"
@@ -300,6 +304,7 @@ def cached_attention(
     scale: float | None = None,
     window: int | WindowChoice | None = None,
     cap: float | None = None,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
 
@@ -319,7 +324,14 @@ def cached_attention(
     if segments_BT is not None:
         seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
     scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(dtype).min)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKW.dtype)
+    if sinks_H is None:
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    else:
+        sinks_KG11 = sinks_H.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
+        max_BKGT1 = jax.lax.stop_gradient(jnp.maximum(scores_BKGTS.max(-1, keepdims=True), sinks_KG11))
+        powers_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
+        weights_BKGTS = powers_BKGTS / (powers_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - max_BKGT1))
+    weights_BKGTS = weights_BKGTS.astype(v_BSKW.dtype)
     o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
     return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
 
@@ -406,6 +418,7 @@ def attend(
     *,
     cache: LayerCache | None = None,
     length: Array | None = None,
+    sinks_H: Array | None = None,
 ) -> tuple[Array, LayerCache | None]:
     """Apply rotary embeddings, update the cache, and compute causal attention. Return the output and the cache.
 
@@ -416,15 +429,18 @@ def attend(
     k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
-        o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles)
+        o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles, sinks_H)
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
-        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **limits_of(cfg, angles.kind))
+        limits = limits_of(cfg, angles.kind) | {"sinks_H": sinks_H}
+        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **limits)
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
-def full_attention(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, angles: Rope) -> Array:
+def full_attention(
+    cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, angles: Rope, sinks_H: Array | None = None
+) -> Array:
     """Compute causal attention over a full sequence, with the parallelism of the current rules.
 
     If the rules shard `attn_seq`, this is ring attention on a sequence in zigzag order. "xla" and "blockwise" then both
@@ -442,10 +458,12 @@ def full_attention(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW:
         )
         # A nested `shard_map` cannot close over traced arrays, so `WindowChoice` are an argument.
         window = limits.pop("window")
-        extra = (segments_BT, window if isinstance(window, WindowChoice) else None)
+        extra = (segments_BT, window if isinstance(window, WindowChoice) else None, sinks_H)
 
-        def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None) -> Array:
-            options = {"implementation": implementation, "window": windows or window, **limits}
+        def attention(
+            q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None, sinks: Any
+        ) -> Array:
+            options = {"implementation": implementation, "window": windows or window, "sinks_H": sinks, **limits}
             return causal_attention(q, k, v, segments, **options)
 
         run: Callable[..., Array] = attention
@@ -463,7 +481,7 @@ def full_attention(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW:
     if implementation == "cudnn":
         _refuse("ring attention with cuDNN does", segments=segments_BT, window=limits["window"], cap=limits["cap"])
     kernel, scale = cudnn.TILES if implementation == "cudnn" else None, limits.pop("scale")
-    ring = functools.partial(context.ring, segments_BT=segments_BT, kernel=kernel, **limits)
+    ring = functools.partial(context.ring, segments_BT=segments_BT, sinks_H=sinks_H, kernel=kernel, **limits)
     return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW, scale)
 
 

@@ -46,6 +46,9 @@ class Attention(nnx.Module):
         self.value = linear(cfg.embed_dim, kv_heads, names=kv_names, bias=bias)
         names, into = ("heads", "head_dim", "embed"), into_residual(cfg)
         self.out = linear(heads, cfg.embed_dim, axis=(-2, -1), names=names, init=into, bias=cfg.out_bias)
+        if cfg.attention_sinks:
+            init_fn = nnx.with_partitioning(nnx.initializers.zeros_init(), ("heads",))
+            self.sinks = nnx.Param(init_fn(rngs.params(), (cfg.num_heads,), jnp.dtype(cfg.param_dtype)))
         if cfg.qk_norm:
             widths = cfg.qk_norm_widths
             norm_names = ("heads", "kv_heads") if cfg.qk_norm == "all_heads" else ("head_dim", "head_dim")
@@ -72,7 +75,11 @@ class Attention(nnx.Module):
                     (self.query_norm, self.key_norm), (q_BTHD, k_BTKD), self.cfg.qk_norm_widths, strict=True
                 )
             )
-        o_BTHD, cache = layers.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, cache=cache, length=length)
+        sinks_H = None
+        if self.cfg.attention_sinks:  # in float32 or wider, like the sum of their gradients over tokens and devices
+            sinks_H = self.sinks[...].astype(jnp.promote_types(h_BTE.dtype, jnp.float32))
+        options: dict[str, Any] = {"cache": cache, "length": length, "sinks_H": sinks_H}
+        o_BTHD, cache = layers.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, **options)
         if overlapped:
             return add_bias(self.out, overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads")), cache
         return self.out(o_BTHD), cache

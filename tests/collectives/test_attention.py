@@ -116,6 +116,32 @@ def test_ring_attention_matches_reference(ranks, count):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
 
+@pytest.mark.parametrize(
+    "case", cases("zigzag, small tiles", grid=["zigzag, small tiles", "zigzag, by a kernel", "contiguous, a window"])
+)
+def test_ring_attention_with_sinks_matches_reference(ranks, case):
+    """Value and gradients, with the gradient of the sinks summed over ranks."""
+    row = ranks(3)
+    with jax.enable_x64(True):
+        qkv, weights = arrays(3)
+        sinks, plain_options = jnp.linspace(-1.0, 2.0, 4), {**CASES[case]}
+        plain_options = {name: value for name, value in plain_options.items() if name not in ("tile", "kernel")}
+
+        def ring(qkv, sinks):
+            attend = row.view(lambda x: mc.ring_attention(*x[:3], axis=row.axis, sinks=x[3], **CASES[case]))
+            return attend((*qkv, jnp.broadcast_to(sinks, (3, 4))))
+
+        def plain(qkv, sinks):
+            return reference.ring_attention(*qkv, sinks=sinks, **plain_options)
+
+        def with_gradients(attend):
+            o, pull = jax.vjp(attend, qkv, sinks)
+            return o, *pull(weights)
+
+        actual, expected = jax.jit(lambda: (with_gradients(ring), with_gradients(plain)))()
+        close(actual, expected, 1e-12)
+
+
 @pytest.mark.parametrize("order", cases("zigzag", grid=["zigzag", "contiguous"]))
 def test_window_reaches_back_by_its_size(ranks, order):
     """Windows from within a tile to the full sequence, on four ranks."""

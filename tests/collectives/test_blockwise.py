@@ -54,6 +54,27 @@ def test_blockwise_attention_matches_reference(case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6), actual, expected)
 
 
+@pytest.mark.parametrize("case", cases("all", grid=CASES))
+def test_sinks_match_reference(case):
+    """The weights of the first query, which sees few keys, are far from a sum of 1."""
+    *qkv, weights = arrays()
+    sinks = jnp.linspace(-1.0, 2.0, H)
+    options = {"tile": 4, **CASES[case]}
+    plain = {name: value for name, value in options.items() if name != "tile"}
+
+    def with_gradients(attention, **options):
+        o, pull = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, **options), *qkv, sinks)
+        return o, *pull(weights)
+
+    @jax.jit
+    def both():
+        return with_gradients(mc.blockwise_attention, **options), with_gradients(reference.blockwise_attention, **plain)
+
+    actual, expected = both()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6), actual, expected)
+    assert np.abs(expected[4]).min() > 1e-3
+
+
 def test_memory_is_linear_in_the_sequence():
     def temporaries(attention, length):
         *qkv, weights = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(length))
@@ -91,6 +112,7 @@ def test_tiles_outside_the_window_are_skipped():
         ({"segments": jnp.zeros(6, jnp.int32)}, "wrong-shape"),
         ({"segments": jnp.zeros((2, 6))}, "wrong-dtype"),
         ({"tile": 0}, "not-an-int"),
+        ({"sinks": jnp.zeros(3)}, "wrong-shape"),
         ({"k": jnp.ones((2, 6, 3, 4)), "v": jnp.ones((2, 6, 3, 4))}, "indivisible"),
     ],
 )

@@ -78,6 +78,14 @@ def test_latent_heads(case):
     assert_equal(after_a_step(config(attention="blockwise", **changes), MESHES[case], packed()), expected)
 
 
+@pytest.mark.parametrize("case", cases("ring", "keys whole", grid=[*MESHES]))
+def test_sinks_match_a_single_device(case):
+    """The gradients of the sinks are summed over examples, positions and devices."""
+    expected = after_a_step(config(attention="xla", attention_sinks=True), MESHES["one"], packed())
+    assert np.abs(expected[1]["layers"]["attention"]["sinks"]).min() > 1e-5
+    assert_equal(after_a_step(config(attention_sinks=True), MESHES[case], packed()), expected)
+
+
 def test_packed_sequences_have_the_logits_they_have_alone():
     """Positions restart in each sequence, and attention does not cross sequences."""
     cfg = config(attention="blockwise", attention_window=None)
@@ -101,6 +109,13 @@ def test_cudnn_rejects_options(case, options):
     with raises("unsupported-feature", 'TransformerConfig(attention="cudnn")') as error:
         after_a_step(config(attention="cudnn"), MESHES[case], batch)
     assert error.value.requested == f"use {options}"
+
+
+def test_cudnn_rejects_sinks():
+    batch = packed()
+    del batch["segments"]
+    with raises("unsupported-feature", 'TransformerConfig(attention="cudnn")'):
+        after_a_step(config(attention="cudnn", attention_cap=None, attention_sinks=True), MESHES["one"], batch)
 
 
 def test_cache_has_a_single_sequence():
