@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.interop import mxfp4
 from meshpar.interop.fields import bad_value
 from meshpar.sharding.types import is_int
 
@@ -25,6 +26,7 @@ DEQUANTIZED_DTYPE = "bfloat16"
 """Default dtype of dequantized weights, as in DeepSeek's conversion script."""
 SCALE = "_scale_inv"
 """Suffix of the name of a tensor's factors."""
+_SUPPORTED: dict[str, tuple[Any, ...]]
 _SUPPORTED = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None),
               "scale_fmt": ("ue8m0", "float", None)}  # fmt: skip
 # The dtypes in the files show which tensors are quantized.
@@ -36,12 +38,14 @@ Block = tuple[int, int]
 
 
 def read_block_shape(where: str, document: Mapping[str, Any]) -> Block | None:
-    """Return the block shape in a `config.json`, or None if the weights are not quantized."""
+    """Return the block shape in a `config.json`, or None if the weights are not quantized. It is `BLOCK` for MXFP4."""
 
     config = document.get(CONFIG_FIELD)
     if config is None:
         return None
     fields = config if isinstance(config, dict) else {}
+    if fields.get("quant_method") == "mxfp4" and fields.keys() <= {"quant_method", "dequantize", *_IGNORED}:
+        return mxfp4.BLOCK
     block: Any = fields.get("weight_block_size")
     unsupported = {
         name: fields.get(name)
@@ -52,7 +56,9 @@ def read_block_shape(where: str, document: Mapping[str, Any]) -> Block | None:
         unsupported["weight_block_size"] = block
     if unsupported:
         name, value = next(iter(unsupported.items()))
-        reason = "only block-scaled FP8 as in DeepSeek-V3 (fp8, e4m3, weight_block_size, dynamic) is supported"
+        reason = (
+            "only block-scaled FP8 as in DeepSeek-V3 (fp8, e4m3, weight_block_size, dynamic) and mxfp4 are supported"
+        )
         fix = "use the bfloat16 release, or dequantize the weights to bfloat16 first"
         raise bad_value(f"{where}, `{CONFIG_FIELD}`", name, value, reason, fix)
     return block[0], block[1]

@@ -21,6 +21,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.interop import mxfp4
 from meshpar.interop.block_fp8 import (
     DEQUANTIZED_DTYPE,
     FLOAT8,
@@ -51,7 +52,7 @@ class Entry:
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """NumPy name of the dtype. For float8 weights: the dtype after dequantization."""
+    """NumPy name of the dtype. For quantized weights: the dtype after dequantization."""
     stored_name: str | None = None
     """Name in the file, if `Folder.rename` changed it."""
 
@@ -83,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class Folder:
     """Context manager for the tensors of a folder with safetensors files, which are memory-mapped.
 
-    `single` is the file to read if there is no index, and `block` the block shape of float8 weights.
+    `single` is the file to read if there is no index, and `block` the block shape of quantized weights.
     """
 
     def __init__(self, path: str | Path, *, single: str = SINGLE, block: Block | None = None) -> None:
@@ -91,10 +92,13 @@ class Folder:
         self._files: dict[str, Any] = {}
         self.float8: dict[str, Float8Tensor] = {}
         self._scales: dict[str, Entry] = {}
+        self.packed: dict[str, tuple[Entry, Entry]] = {}
+        """Blocks and scales of MXFP4 tensors."""
         self._stack = contextlib.ExitStack()
         try:
             self.entries = self._read_headers()
             self._separate_scales()
+            self._join_packed()
         except BaseException:
             self._stack.close()
             raise
@@ -107,10 +111,16 @@ class Folder:
         self._stack.close()
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """Read a slice of a tensor. Float8 weights are dequantized to float32."""
+        """Read a slice of a tensor. Float8 weights are dequantized to float32, and MXFP4 weights to bfloat16."""
         entry = self.entries[name]
         name = entry.stored_name or name
         try:
+            if name in self.packed:
+                blocks, scales = (
+                    self._files[part.file].get_slice(name + suffix)
+                    for part, suffix in zip(self.packed[name], (mxfp4.BLOCKS, mxfp4.SCALES), strict=True)
+                )
+                return mxfp4.read(blocks.__getitem__, scales.__getitem__, slices)
             if name not in self.float8:
                 return self._files[entry.file].get_slice(name)[tuple(slices)]
             assert self._block is not None
@@ -155,6 +165,28 @@ class Folder:
             requested = f"read float32 or bfloat16 factors for blocks {list(self._block)} of {list(shape)}"
             where, reason = f"{self.path}, `{name[:100]}{SCALE}`", f"the file has {found}"
             raise problem(where, requested, reason, RELEASE, code)
+
+    def _join_packed(self) -> None:
+        """Replace the blocks and scales of MXFP4 weights in `entries` by the tensors that they encode."""
+        packed = [name for name, entry in self.entries.items() if entry.dtype == "uint8"]
+        for name in packed:
+            base = name.removesuffix(mxfp4.BLOCKS)
+            blocks, scales = self.entries[name], self.entries.get(base + mxfp4.SCALES)
+            if name.endswith(mxfp4.SCALES) and name.removesuffix(mxfp4.SCALES) + mxfp4.BLOCKS in packed:
+                continue
+            shapes = [list(entry.shape) for entry in (blocks, scales) if entry is not None]
+            is_wrong = len(shapes) != 2 or len(shapes[0]) != 4 or shapes[0] != [*shapes[1], 16]
+            if is_wrong or base in self.entries:
+                requested = (
+                    f"read MXFP4 weights [E, outputs, inputs / 32, 16] with scales `{base[-100:]}{mxfp4.SCALES}`"
+                )
+                code, where = "wrong-shape" if len(shapes) == 2 else "not-found", f"{self.path}, `{name[-100:]}`"
+                raise problem(where, requested, f"the file has shapes {shapes}", RELEASE, code)
+            assert scales is not None
+            self.packed[base] = blocks, scales
+        for base, (blocks, _) in self.packed.items():
+            del self.entries[base + mxfp4.BLOCKS], self.entries[base + mxfp4.SCALES]
+            self.entries[base] = Entry(blocks.file, mxfp4.shape_of(blocks.shape), DEQUANTIZED_DTYPE)
 
     def _read_headers(self) -> dict[str, Entry]:
         index = self._read_index()
@@ -205,8 +237,11 @@ class Folder:
         if self._block is not None and any(dtype == FLOAT8 for *_, dtype in headers):
             self.float8 |= float8_tensors(path)
         for name, shape, dtype in headers:
+            if self._block == mxfp4.BLOCK and dtype == mxfp4.UINT8:
+                yield name, Entry(file, shape, "uint8")
+                continue
             if name not in self.float8 and dtype not in DTYPES:
-                reason = f"weights must be {', '.join(DTYPES)}, or {FLOAT8} with a `quantization_config`"
+                reason = f"weights must be {', '.join(DTYPES)}, or {FLOAT8} or MXFP4 with a `quantization_config`"
                 fix = "use the bfloat16 release, or convert the weights to bfloat16 first"
                 raise problem(f"{path}, `{name[:100]}`", f"read {dtype}", reason, fix, code="wrong-dtype")
             yield name, Entry(file, shape, DEQUANTIZED_DTYPE if name in self.float8 else DTYPES[dtype])

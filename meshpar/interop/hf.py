@@ -63,7 +63,7 @@ class Described(NamedTuple):
     original: Mapping[str, Any]
     """The fields as in the file."""
     block: Block | None = None
-    """Block shape (rows, columns) of the scale factors, if the weights are 8-bit floats."""
+    """Block shape (rows, columns) of the scale factors, if the weights are quantized."""
 
 
 def from_hf(
@@ -83,7 +83,7 @@ def from_hf(
     Each device receives its shards directly. The host buffers a single shard at a time.
 
     Releases in 8-bit floats with block-wise scale factors (DeepSeek-V3, Kimi-K2: `quantization_config`) are
-    dequantized: multiplied by their factors in float32, then rounded to `dtype`.
+    dequantized: multiplied by their factors in float32, then rounded to `dtype`. MXFP4 releases (GPT-OSS) are, too.
 
     Args:
       folder: a release, or a folder written by transformers' `save_pretrained`.
@@ -91,7 +91,7 @@ def from_hf(
       strategy: a strategy or `Rules`.
       tx: the optimizer. `None` loads the model for inference or conversion.
       dtype: parameter dtype. `None` means the highest-precision dtype in the files, so that no parameter is rounded.
-        For 8-bit floats the default is bfloat16.
+        For quantized weights the default is bfloat16.
       precision: as for `init_state`. Its parameter dtype overrides `dtype`.
       lora: adapters to train instead of the parameters of the model, as in `mp.lora`.
       key: random key or seed for training.
@@ -434,7 +434,7 @@ def to_hf(
       folder: the folder to create.
       like: the folder that the model was loaded from, or `hf` of a run. It determines the family, and the function
         copies from it other fields of config.json, the tokenizer, tensors that the decoders do not use, and the
-        assignment of tensors to files. If its weights are 8-bit floats, the new weights are not quantized, and
+        assignment of tensors to files. If its weights are quantized, the new weights are not, and
         `quantization_config` is omitted with a warning.
       dtype: dtype of the weights. `None` means the dtype of each tensor in `like`, or without `like` the parameter
         dtype. Expert biases are always float32.
@@ -463,7 +463,11 @@ def to_hf(
         kept = [name for name in kept if files is not None and name in files.entries]
         sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *kept)}
         spread = hf_files.assigned(sizes.items(), file_bytes)
-        if files and not files.float8 and {name: entry.nbytes for name, entry in files.entries.items()} == sizes:
+        if (
+            files
+            and not (files.float8 or files.packed)
+            and {name: entry.nbytes for name, entry in files.entries.items()} == sizes
+        ):
             spread = {name: files.entries[name].file for name in sizes}  # the files of the original folder
 
         def fill(fresh: Path) -> None:

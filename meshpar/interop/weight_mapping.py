@@ -123,10 +123,10 @@ class WeightMapping:
                     cut = slice(indices[0], end) if indices == list(range(indices[0], end)) else indices
                 if position == 0:  # a contiguous range of the outermost dim is a contiguous range of the file dim
                     stride = math.prod(map(self.file_size, group[1:]))
-                    bounds = (cut.start, cut.stop) if isinstance(cut, slice) else (0, size)
-                    slices.append(slice(bounds[0] * stride, bounds[1] * stride))
-                    if isinstance(cut, slice):
-                        size, cut = cut.stop - cut.start, slice(None)
+                    first, stop = (cut.start, cut.stop) if isinstance(cut, slice) else (min(cut), max(cut) + 1)
+                    slices.append(slice(first * stride, stop * stride))
+                    cut = slice(None) if isinstance(cut, slice) else [index - first for index in cut]
+                    size = stop - first
                 shape.append(size)
                 cuts.append(cut)
         block = read(name, tuple(slices)).reshape(shape)
