@@ -167,6 +167,18 @@ def read_sliding(
     return [kind == SLIDING for kind in types]
 
 
+def read_no_rope(where: str, document: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Return 1 for the layers with rotary embeddings and 0 for the others."""
+    has_rope = document.get("no_rope_layers")
+    if not has_rope:
+        interval = document.get("no_rope_layer_interval")
+        interval = max(typed(where, "no_rope_layer_interval", 4 if interval is None else interval, int), 1)
+        has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(has_rope, list) or len(has_rope) != num_layers or not all(x in (0, 1) for x in has_rope):
+        raise bad_value(where, "no_rope_layers", has_rope, f"it must be a list of 0 and 1 for the {num_layers} layers")
+    return has_rope
+
+
 def write_sliding(cfg: TransformerConfig) -> dict[str, Any]:
     """Return the fields for the windows of the layers."""
     sizes = [kind.window for kind in cfg.kind_of_layer]

@@ -53,7 +53,7 @@ def read(
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return the values in float32: `[..., n, 16], [..., n] -> [..., 32 n]`."""
-    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)  # infinite for NaN
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
+        factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)  # infinite instead of NaN
         values = _PAIRS[blocks] * factors[..., None, None]
     return values.reshape(*blocks.shape[:-2], -1)

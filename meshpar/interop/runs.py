@@ -20,7 +20,15 @@ from meshpar.interop.files import SINGLE, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.run_folder import CHECKPOINTS, RunFolder
-from meshpar.models.config import LatentAttention, LayerKind, LongRope, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.config import (
+    LatentAttention,
+    LayerKind,
+    LongRope,
+    QueryScaling,
+    RopeScaling,
+    TransformerConfig,
+    YarnScaling,
+)
 from meshpar.moe.dispatch_paths import Payload
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
@@ -41,8 +49,8 @@ _SAMPLE_BYTES = 2**20
 _CONFIG_TYPES = {
     cls.__name__: cls
     for cls in (
-        LatentAttention, LayerKind, LongRope, Lora, MoEConfig, Payload, RopeScaling, Routing, TransformerConfig,
-        YarnScaling,
+        LatentAttention, LayerKind, LongRope, Lora, MoEConfig, Payload, QueryScaling, RopeScaling, Routing,
+        TransformerConfig, YarnScaling,
     )
 }  # fmt: skip
 

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar.models.config import LatentAttention, LayerKind, LongRope, RopeScaling, TransformerConfig, YarnScaling
+    from meshpar.models.config import (
+        LatentAttention,
+        LayerKind,
+        LongRope,
+        QueryScaling,
+        RopeScaling,
+        TransformerConfig,
+        YarnScaling,
+    )
     from meshpar.models.published_configs import (
         deepseek_v3,
         kimi_k2,
@@ -23,7 +31,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "LatentAttention", "LayerKind", "LongRope", "RopeScaling", "Transformer", "TransformerConfig", "YarnScaling",
+    "LatentAttention", "LayerKind", "LongRope", "QueryScaling", "RopeScaling", "Transformer", "TransformerConfig",
+    "YarnScaling",
     "deepseek_v3", "generate", "kimi_k2", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
     "qwen3_8b", "qwen3_235b",
 ]  # fmt: skip

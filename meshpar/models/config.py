@@ -134,11 +134,32 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Factor of the queries in layers without rotary embeddings: `1 + factor * log(1 + floor((p + 1) / interval))`.
+
+    It grows with the position p, because a softmax over more keys is flatter. Nakanishi 2025, "Scalable-Softmax Is
+    Superior for Attention"; the formula is that of Llama 4.
+    """
+
+    interval: int = 8192
+    """Number of positions with equal factors."""
+    factor: float = 0.1
+    """Growth of the factor."""
+
+    def __post_init__(self) -> None:
+        check_positive_int("QueryScaling", "a number of positions", interval=self.interval)
+        check_number("QueryScaling", "0.1", factor=self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Attention of a kind of layer, for models whose layers differ."""
 
     window: int | None = None
     """Sliding window, as `TransformerConfig.attention_window`."""
+    chunk: int | None = None
+    """Number of positions in a chunk: a position attends only to earlier positions of its chunk (Llama 4). All kinds
+    with chunks have the same size. `None` means no chunks."""
     has_rope: bool = True
     """Whether queries and keys have rotary embeddings (Yang et al. 2025, "Rope to Nope and Back Again")."""
     rope_theta: float | None = None
@@ -146,8 +167,8 @@ class LayerKind:
 
     def __post_init__(self) -> None:
         check_bool("LayerKind", "queries and keys have rotary embeddings", has_rope=self.has_rope)
-        if self.window is not None:
-            check_positive_int("LayerKind", "a size", window=self.window)
+        sizes = {name: getattr(self, name) for name in ("window", "chunk") if getattr(self, name) is not None}
+        check_positive_int("LayerKind", "a size", **sizes)
         if self.rope_theta is not None:
             check_number("LayerKind", "10_000.0, or None", rope_theta=self.rope_theta)
 
@@ -217,6 +238,11 @@ class TransformerConfig:
     """Factor of the attention scores before the cap and the softmax. `None` means `head_dim ** -0.5`."""
     qkv_bias: bool = False
     """Whether the projections of queries, keys and values have biases (Qwen2). Not with `latent`."""
+    qk_l2_norm: bool = False
+    """Whether the query and key of each head are divided by their root mean square, with `norm_eps`, in layers with
+    rotary embeddings (Llama 4)."""
+    query_scaling: QueryScaling | None = None
+    """Factor of the queries in layers without rotary embeddings."""
     attention_sinks: bool = False
     """Whether each query head has a learned logit in the softmax of the attention scores, without a value (GPT-OSS).
     Not with `latent`, `attention="cudnn"` (except in ring attention) and `attention="tokamax"`."""
@@ -266,12 +292,14 @@ class TransformerConfig:
         check_choice(where, "the activation of the MLP", get_args(Activation), activation=self.activation)
         check_bool(where, "projections have biases", qkv_bias=self.qkv_bias, out_bias=self.out_bias)
         check_bool(where, "the softmax has sinks", attention_sinks=self.attention_sinks)
+        check_bool(where, "queries and keys have equal norms", qk_l2_norm=self.qk_l2_norm)
         check_choice(where, "the dtype of the initial parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
         check_choice(where, "the implementation of attention", get_args(Attention), attention=self.attention)
         check_choice(where, "the kind of matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
         for field, kind in (
             ("rope_scaling", RopeScaling), ("rope_yarn", YarnScaling), ("rope_long", LongRope),
             ("latent", LatentAttention), ("moe", MoEConfig),
+            ("query_scaling", QueryScaling),
         ):  # fmt: skip
             if not isinstance(value := getattr(self, field), kind | None):
                 reason, fix = f"it must be a {kind.__name__} or None", f"use {field}={kind.__name__}(...), or omit it"
@@ -312,6 +340,10 @@ class TransformerConfig:
             (self.attention_sinks and (latent or self.attention == "tokamax"), "attention_sinks",
              "latent attention and tokamax do not support them", 'use attention="blockwise", without latent',
              "unsupported-feature"),
+            (len({kind.chunk for kind in self.layer_pattern} - {None}) > 1, "layer_pattern",
+             "its chunks have several sizes", "use the same size for all kinds with chunks", "unsupported-feature"),
+            (latent and (self.qk_l2_norm or self.query_scaling or self.chunk), "latent",
+             "latent attention has no qk_l2_norm, query_scaling or chunks", "omit them", "unsupported-feature"),
             (latent and self.attention_scale, "attention_scale", "latent attention has its own scale", "omit it",
              "conflict"),
             (self.layer_pattern and self.attention_window, "attention_window",
@@ -355,6 +387,11 @@ class TransformerConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of layers, in the order of their first layer."""
         return tuple(dict.fromkeys(self.kind_of_layer))
+
+    @property
+    def chunk(self) -> int | None:
+        """Number of positions in a chunk, if some layers have chunks."""
+        return next((kind.chunk for kind in self.layer_pattern if kind.chunk is not None), None)
 
     @property
     def num_moe_layers(self) -> int:

@@ -102,7 +102,9 @@ def ring(
     axes = sequence_axes(q_BTHD)
     extra = (segments_BT, window if isinstance(window, WindowChoice) else None, sinks_H)
 
-    def attention(q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None, sinks: Any) -> Array:
+    def attention(
+        q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None, sinks: Any
+    ) -> Array:
         options: dict[str, Any] = {"scale": scale, "window": windows or window, "cap": cap, "segments": segments}
         return ring_attention(q, k, v, axis=axes, sinks=sinks, kernel=kernel, **options)
 

@@ -23,7 +23,7 @@ from meshpar.collectives.attention import WindowChoice, capped
 from meshpar.layers.precision import dot_general
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
-from meshpar.models.config import Activation, Attention, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.config import Activation, Attention, LayerKind, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
@@ -167,6 +167,10 @@ class Rope(NamedTuple):
     """Segment ids of packed sequences. Positions attend only within their segment. `None` means no packing."""
     kind: Int[Array, ""] | None = None
     """Index of the layer's kind in `TransformerConfig.kinds`, if there are several."""
+    query_scale_BT: Float[Array, "B T"] | None = None
+    """Factor of the queries in layers without rotary embeddings."""
+    chunk_BT: Int[Array, "B T"] | None = None
+    """Index of the chunk of each position, for layers with chunks. `None` if there is a single chunk."""
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> np.ndarray:
@@ -305,6 +309,7 @@ def cached_attention(
     window: int | WindowChoice | None = None,
     cap: float | None = None,
     sinks_H: Array | None = None,
+    chunk: int | Array | None = None,
 ) -> Array:
     """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
 
@@ -321,6 +326,9 @@ def cached_attention(
     ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
     width: Array | int | None = window if not isinstance(window, WindowChoice) else _selected_width(window)
     seen_TS = ahead_TS >= 0 if width is None else (ahead_TS >= 0) & (ahead_TS < width)
+    if chunk is not None:
+        queries_T1 = first_position + jnp.arange(num_queries)[:, None]
+        seen_TS &= queries_T1 // chunk == jnp.arange(num_keys) // chunk
     if segments_BT is not None:
         seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
     scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(dtype).min)
@@ -337,7 +345,16 @@ def cached_attention(
 
 
 def _selected_width(window: WindowChoice) -> Array:
-    return jnp.asarray([np.iinfo(np.int32).max if size is None else size for size in window.sizes])[window.index]
+    return jnp.asarray([_NO_LIMIT if size is None else size for size in window.sizes])[window.index]
+
+
+_NO_LIMIT = np.iinfo(np.int32).max
+
+
+def by_kind(cfg: TransformerConfig, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> Any:
+    """Return a value of the layer's kind: static if all kinds have it, otherwise an array."""
+    values = [value_of(each) for each in cfg.kinds]
+    return values[0] if len(set(values)) == 1 else jnp.asarray(values)[kind]
 
 
 def limits_of(cfg: TransformerConfig, kind: Array | None) -> dict[str, Any]:
@@ -425,17 +442,51 @@ def attend(
     Under context parallelism, full sequences are in the order of `meshpar.models.context_attention`, and keys and
     values circulate in a ring. With a cache the sequence is in natural order, and the implementation is always "xla".
     """
-    q_BTHD = checkpoint_name(rotate(heads_layout(q_BTHD, "act_heads"), angles), "query")
-    k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
+    q_BTHD, k_BTKD = (
+        rotate(heads_layout(x, heads), angles) for x, heads in ((q_BTHD, "act_heads"), (k_BTKD, "act_kv_heads"))
+    )
+    if cfg.qk_l2_norm or cfg.query_scaling is not None:
+        q_BTHD, k_BTKD = _scaled(cfg, q_BTHD, k_BTKD, angles)
+    q_BTHD, k_BTKD = checkpoint_name(q_BTHD, "query"), checkpoint_name(k_BTKD, "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
         o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles, sinks_H)
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
-        limits = limits_of(cfg, angles.kind) | {"sinks_H": sinks_H}
+        chunk = None if cfg.chunk is None else by_kind(cfg, angles.kind, lambda kind: kind.chunk or _NO_LIMIT)
+        limits = limits_of(cfg, angles.kind) | {"sinks_H": sinks_H, "chunk": chunk}
         o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **limits)
     return heads_layout(o_BTHD, "act_heads"), cache
+
+
+def _scaled(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, angles: Rope) -> tuple[Array, Array]:
+    """Normalize queries and keys in layers with rotary embeddings, and scale queries in the other layers."""
+    has_rope = by_kind(cfg, angles.kind, lambda kind: kind.has_rope)
+
+    def normalized(x: Array) -> Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + cfg.norm_eps)
+        return (wide * jnp.where(has_rope, inverse, 1)).astype(x.dtype)
+
+    if cfg.qk_l2_norm:
+        q_BTHD, k_BTKD = normalized(q_BTHD), normalized(k_BTKD)
+    if angles.query_scale_BT is not None:
+        scale_BT = jnp.where(has_rope, 1, angles.query_scale_BT)
+        q_BTHD = (q_BTHD * scale_BT[:, :, None, None]).astype(q_BTHD.dtype)
+    return q_BTHD, k_BTKD
+
+
+def _segments_of(cfg: TransformerConfig, angles: Rope, shape_BT: tuple[int, ...]) -> Array | None:
+    """Return the segments within which positions attend. In layers with chunks, each chunk is a segment."""
+    segments_BT, chunk_BT = angles.segments_BT, angles.chunk_BT
+    if chunk_BT is None:
+        return segments_BT
+    chunk_BT = jnp.where(by_kind(cfg, angles.kind, lambda kind: kind.chunk is not None), chunk_BT, 0)
+    if segments_BT is None:
+        return jnp.broadcast_to(chunk_BT, shape_BT)
+    # Products may overflow: two segments of an example then coincide only if their difference is a multiple of 65536.
+    return segments_BT * 65_536 + chunk_BT.astype(segments_BT.dtype)
 
 
 def full_attention(
@@ -447,7 +498,8 @@ def full_attention(
     use plain matmuls for each tile, and "cudnn" uses cuDNN's kernel. If the rules shard the sequence only outside
     attention, the heads are scattered and the sequence is gathered before attention, and the reverse after it.
     """
-    implementation, limits, segments_BT = cfg.attention, limits_of(cfg, angles.kind), angles.segments_BT
+    implementation, limits = cfg.attention, limits_of(cfg, angles.kind)
+    segments_BT = _segments_of(cfg, angles, q_BTHD.shape[:2])
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         # Reshard from the layout outside attention to the layout inside. Both constraints are needed: XLA would

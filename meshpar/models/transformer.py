@@ -290,6 +290,7 @@ def rope_of(
         where, requested = "Transformer(segments=..., cache=...)", "continue packed sequences"
         fix = "use a separate batch row for each sequence"
         raise problem(where, requested, "a cache has a single sequence for each batch row", fix, code="conflict")
+    is_one_chunk = cfg.chunk is None or (positions_BT is None and tokens_BT.shape[1] <= cfg.chunk)
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
@@ -314,7 +315,13 @@ def rope_of(
     if others:
         cos, sin = (jnp.stack(arrays, 2) for arrays in zip(*(each[:2] for each in (angles, *others)), strict=True))
         angles = Rope(cos, sin)
-    return angles._replace(segments_BT=segments_BT)
+    scale_BT = chunk_BT = None
+    if cfg.query_scaling is not None:
+        steps_BT = jnp.floor_divide(positions_BT + 1, cfg.query_scaling.interval).astype(angles.cos_BTF.dtype)
+        scale_BT = 1 + cfg.query_scaling.factor * jnp.log1p(steps_BT)
+    if cfg.chunk is not None and not is_one_chunk:
+        chunk_BT = positions_BT // cfg.chunk
+    return angles._replace(segments_BT=segments_BT, query_scale_BT=scale_BT, chunk_BT=chunk_BT)
 
 
 def embedding_init() -> Initializer:

@@ -98,6 +98,37 @@ ODD_MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "num_local_experts": 3,
+        "no_rope_layer_interval": 3,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        "attention_chunk_size": 7,
+        "floor_scale": 5,
+        "attn_scale": 0.3,
+    },
     "smollm3": {"no_rope_layer_interval": 3, "rope_theta": 500.0, "attention_bias": True},
 }
 """What differs from `ODD`."""
@@ -118,7 +149,7 @@ def made(kind: str, folder: Path, fields: dict[str, Any] | None = None) -> Any:
 
     torch.manual_seed(len(kind))
     config = AutoConfig.for_model(kind, **(config_of(kind) if fields is None else fields))
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"  # the other experts need even sizes
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
@@ -126,6 +157,8 @@ def made(kind: str, folder: Path, fields: dict[str, Any] | None = None) -> Any:
                 x.add_(0.2 * torch.randn_like(x))
             if "bias" in name:
                 x.copy_(0.1 * torch.rand_like(x))
+            if "gate_up_proj_bias" in name:  # some products exceed the limits of the activation
+                x.mul_(80)
         for x in model.parameters():
             x.copy_(x.bfloat16())
     model.save_pretrained(folder)

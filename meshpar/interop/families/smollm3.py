@@ -6,19 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshpar.interop import decoder
-from meshpar.interop.fields import bad_value, typed
+from meshpar.interop.fields import bad_value
 from meshpar.models.config import LayerKind, TransformerConfig
 
 
 def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
     decoder.read_biases(where, document, values)
-    num_layers, has_rope = values["num_layers"], document.get("no_rope_layers")
-    if has_rope is None:
-        interval = document.get("no_rope_layer_interval")
-        interval = max(typed(where, "no_rope_layer_interval", 4 if interval is None else interval, int), 1)
-        has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(has_rope, list) or len(has_rope) != num_layers or not all(x in (0, 1) for x in has_rope):
-        raise bad_value(where, "no_rope_layers", has_rope, f"it must be a list of 0 and 1 for the {num_layers} layers")
+    num_layers = values["num_layers"]
+    has_rope = decoder.read_no_rope(where, document, num_layers)
     if any(decoder.read_sliding(where, document, num_layers, lambda layer: False)):
         raise bad_value(where, "layer_types", document["layer_types"], "no release has windows (`use_sliding_window`)")
     kinds = LayerKind(has_rope=False), LayerKind()
