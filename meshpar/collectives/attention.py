@@ -652,7 +652,7 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
     if cap is not None:
         check_number(where, "50.0", cap=cap)
     if sinks is not None:
-        case = jnp.shape(sinks) != q.shape[2:3], f"q has {q.shape[2]} heads", "use one number per query head"
+        case = jnp.shape(sinks) != q.shape[2:3], f"q has {q.shape[2]} heads", "use a number for each query head"
         check_cases(where, f"use sinks {list(jnp.shape(sinks))}", "wrong-shape", case)
     if segments is not None:
         dtype, shape, fix = jnp.result_type(segments), jnp.shape(segments), "use one integer per position"
