@@ -1,4 +1,4 @@
-"""GPT-OSS checkpoints: alternating windows, attention sinks, and experts with biases and a clamped SwiGLU.
+"""GPT-OSS checkpoints: alternating windows, attention sinks, and experts with biases.
 
 The releases store the experts in MXFP4, which `Folder` dequantizes. In a file, gate and up are the even and the odd
 columns of a tensor.
