@@ -362,7 +362,7 @@ def test_interleaved_slices_send_more_only_for_gradients(small):
         stacked = sum(leaf.size for leaf in small.leaves if leaf.num_layers > 1 and leaf.layer_ndim > 1) / 2
         more = sliced.time.sent_bytes["fsdp"] - whole.time.sent_bytes["fsdp"]
         assert more == pytest.approx((times - 1) * 4 * stacked * 3 / 4, rel=0.01)
-    with pytest.raises(mp.MeshparError, match="each 8 times"):
+    with raises("indivisible", "interleave=8"):
         search.estimate(dataclasses.replace(cut[0], interleave=8))
 
 
