@@ -45,6 +45,9 @@ class Family:
     """Other supported fields: `read_more` reads them, or they do not affect the forward pass."""
     aliases: tuple[str, ...] = ()
     """Alternative `model_type` values."""
+    wrapper: str | None = None
+    """`model_type` of multimodal releases that contain the model, with its config in `text_config` and the prefix
+    `language_model.` of its tensors. Only the text model is read."""
     read_more: Callable[[str, Mapping[str, Any], dict[str, Any]], None] = lambda where, document, values: None
     """Function of (where, document, values by path) that adds values or raises an error."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda cfg: {}

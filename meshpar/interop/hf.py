@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.interop import files as hf_files
 from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
 from meshpar.interop.decoder import FULL, HEAD, PARTIAL, SLIDING, TABLE, Family, check_known
-from meshpar.interop.families import ALL, BY_TYPE
+from meshpar.interop.families import ALL, BY_TYPE, WRAPPERS
 from meshpar.interop.fields import RELEASE, bad_value, built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, read_json, whole_folder, write_json
 from meshpar.interop.weight_mapping import WeightMapping
@@ -165,6 +165,11 @@ def describe(folder: Path) -> Described:
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     """Translate a parsed config.json."""
+    if document.get("model_type") in WRAPPERS:
+        text_config = document.get("text_config")
+        if not isinstance(text_config, Mapping):
+            raise bad_value(where, "text_config", text_config, "it must be an object", code="wrong-type")
+        document, where = text_config, f"{where}, `text_config`"
     original, document = document, dict(document)
     if "rope_parameters" in document:  # transformers 5; earlier versions have `rope_theta` and `rope_scaling`
         rope = document.pop("rope_parameters")
@@ -258,6 +263,8 @@ def family_of(config: TransformerConfig) -> Family:
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
+TEXT_PREFIX = "language_model."
+"""Prefix of the tensors of the text model in multimodal releases."""
 INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Names of buffers with rotary frequencies. config.json determines their values, and transformers ignores them."""
 
@@ -267,6 +274,12 @@ def open_files(folder: str | Path, described: Described) -> Iterator[Folder]:
     """Open the files of a folder, without rotary buffers and with one copy of a tied embedding table."""
     with Folder(folder, block=described.block) as files:
         files.entries = {name: entry for name, entry in files.entries.items() if not INV_FREQ.fullmatch(name)}
+        if described.family.wrapper is not None and any(name.startswith(TEXT_PREFIX) for name in files.entries):
+            for name in [*files.entries]:
+                if name.startswith(TEXT_PREFIX):
+                    files.rename(name, name.removeprefix(TEXT_PREFIX))
+                else:
+                    del files.entries[name]
         if described.config.tied_embeddings and HEAD in files.entries:
             if TABLE not in files.entries:
                 files.rename(HEAD, TABLE)

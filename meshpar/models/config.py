@@ -39,8 +39,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_positive_int("RopeScaling", "a sequence length", original_seq_len=self.original_seq_len)
-        if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
-            reason = "`factor` must be at least 1, and 0 < low_freq_factor < high_freq_factor"
+        if self.factor < 1 or not 0 < self.low_freq_factor <= self.high_freq_factor:
+            reason = "`factor` must be at least 1, and 0 < low_freq_factor <= high_freq_factor"
             raise problem("RopeScaling", f"use {self}", reason, "use the defaults: RopeScaling()", code="out-of-range")
 
 

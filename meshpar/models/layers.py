@@ -191,7 +191,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnSca
         stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
         return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
     wavelengths_F, low, high = 2 * np.pi / frequencies_F, scaling.low_freq_factor, scaling.high_freq_factor
-    kept_F = np.clip((scaling.original_seq_len / wavelengths_F - low) / (high - low), 0, 1)
+    # Llama 4 has equal factors, and therefore no transition.
+    kept_F = np.clip((scaling.original_seq_len / wavelengths_F - low) / (high - low or 1e-9), 0, 1)
     return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
 
 
@@ -445,7 +446,7 @@ def attend(
     q_BTHD, k_BTKD = (
         rotate(heads_layout(x, heads), angles) for x, heads in ((q_BTHD, "act_heads"), (k_BTKD, "act_kv_heads"))
     )
-    if cfg.qk_l2_norm or cfg.query_scaling is not None:
+    if cfg.qk_l2_norm or angles.query_scale_BT is not None:
         q_BTHD, k_BTKD = _scaled(cfg, q_BTHD, k_BTKD, angles)
     q_BTHD, k_BTKD = checkpoint_name(q_BTHD, "query"), checkpoint_name(k_BTKD, "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")

@@ -91,7 +91,7 @@ def test_config_rejects(change, code, where):
     ("make", "change", "code"),
     [
         (RopeScaling, {"factor": 0.5}, "out-of-range"),
-        (RopeScaling, {"low_freq_factor": 4.0}, "out-of-range"),
+        (RopeScaling, {"low_freq_factor": 4.1}, "out-of-range"),
         (RopeScaling, {"low_freq_factor": 0.0}, "out-of-range"),
         (RopeScaling, {"original_seq_len": 0}, "not-an-int"),
         (YarnScaling, {"factor": 0.5, "original_seq_len": 8}, "out-of-range"),

@@ -1,4 +1,4 @@
-"""Llama 4 text checkpoints with an MoE layer in every block (Scout).
+"""Llama 4 text checkpoints with an MoE layer in every block (Scout), also within the multimodal releases.
 
 RoPE layers have chunks, and the other layers scale their queries by position. Rotary embeddings rotate adjacent
 dimensions of a head in these checkpoints, and dimensions `D/2` apart in our decoders, so the mapping permutes them.
@@ -58,7 +58,8 @@ def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) 
         raise bad_value(where, "layer_types", document["layer_types"], "layers with rotary embeddings have chunks")
     kinds = LayerKind(has_rope=False), LayerKind(chunk=chunk)
     decoder.set_kinds(values, [kinds[has] for has in has_rope])
-    if field(_SCALED[0], True, bool):
+    is_scaled = document.get(_SCALED[0])  # a number in some releases
+    if is_scaled is None or typed(where, _SCALED[0], is_scaled, bool if isinstance(is_scaled, bool) else int):
         interval, factor = field(_SCALED[1], 8192, int), field(_SCALED[2], 0.1, float)
         values["query_scaling"] = QueryScaling(interval=interval, factor=factor)
     values |= {"moe.gates_inputs": True, "moe.shared_experts": 1}
@@ -78,6 +79,7 @@ def _write_more(cfg: TransformerConfig) -> dict[str, Any]:
 FAMILY = decoder.Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
+    wrapper="llama4",
     fields=decoder.fields(
         *decoder.GROUPED,
         decoder.BIAS,
@@ -91,7 +93,7 @@ FAMILY = decoder.Family(
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0, "for_llm_compressor": False},
     ignored=decoder.ROUTER_LOSS | {
         *_SCALED, _CHUNKED, "intermediate_size_mlp", "interleave_moe_layer_step", "layer_types", "moe_layers",
-        "no_rope_layer_interval", "no_rope_layers",
+        "no_rope_layer_interval", "_attn_implementation_autoset", "cache_implementation", "no_rope_layers",
     },
     tensors=_tensors,
     read_more=_read_more,
