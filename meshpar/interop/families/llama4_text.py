@@ -1,4 +1,4 @@
-"""Llama 4 text checkpoints with an MoE layer in every block (Scout), also within the multimodal releases.
+"""Llama 4 text checkpoints with an MoE layer in every block, also within multimodal releases.
 
 RoPE layers have chunks, and the other layers scale their queries by position. Rotary embeddings rotate adjacent
 dimensions of a head in these checkpoints, and dimensions `D/2` apart in our decoders, so the mapping permutes them.
