@@ -78,6 +78,74 @@ PUBLISHED = {
 """Fields of each release's config.json, Instruct and Base alike."""
 
 
+_COMMON = {
+    "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "rope_scaling": None, "use_cache": True,
+}  # fmt: skip
+_GEMMA = {
+    **_COMMON, "cache_implementation": "hybrid", "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+RELEASES = {
+    7_615_616_512: {  # Qwen2.5-7B, whose config has no `attention_bias`
+        "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 3584,
+        "intermediate_size": 18_944, "max_position_embeddings": 131_072, "max_window_layers": 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0, "sliding_window": 131_072, "tie_word_embeddings": False, "use_cache": True,
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 152_064,
+    },
+    7_298_617_344: {  # OLMo-2-1124-7B
+        **_COMMON, "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11_008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6, "rope_theta": 500_000, "tie_word_embeddings": False, "vocab_size": 100_352,
+    },
+    3_836_021_760: {  # Phi-4-mini-instruct, with other factors of the wavelengths
+        **_COMMON, "model_type": "phi3", "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_size": 3072,
+        "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131_072,
+        "mlp_bias": False, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "sliding_window": 262_144, "tie_word_embeddings": True,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48},
+        "vocab_size": 200_064,
+    },
+    3_075_098_624: {  # SmolLM3-3B
+        **_COMMON, "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11_008, "max_window_layers": 28,
+        "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65_536, "mlp_bias": False,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+        "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-6,
+        "rope_theta": 5_000_000.0, "sliding_window": None, "use_sliding_window": False, "vocab_size": 128_256,
+    },
+    8_170_835_968: {  # Granite 3, 8B
+        **_COMMON, "model_type": "granite", "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+        "hidden_size": 4096, "intermediate_size": 12_800, "logits_scaling": 16.0, "max_position_embeddings": 131_072,
+        "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0, "tie_word_embeddings": True,
+        "vocab_size": 49_152,
+    },
+    9_241_705_984: {  # gemma-2-9b
+        **_GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "hidden_size": 3584, "intermediate_size": 14_336, "max_position_embeddings": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 42, "num_key_value_heads": 8, "rope_theta": 10_000.0, "sliding_window": 4096,
+        "sliding_window_size": 4096, "vocab_size": 256_000,
+    },
+    999_885_952: {  # gemma-3-1b
+        **_GEMMA, "model_type": "gemma3_text", "attn_logit_softcapping": None, "eos_token_id": [1, 106],
+        "final_logit_softcapping": None, "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32_768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "vocab_size": 262_144,
+    },
+}  # fmt: skip
+"""Fields of the config.json of other releases, by their number of parameters."""
+
+
+@pytest.mark.parametrize("num_params", RELEASES)
+def test_other_releases_are_read_and_written(num_params):
+    config, family, *_ = described(RELEASES[num_params])
+    assert config.num_params == num_params
+    assert described(written(config, family)).config == config
+    assert family_of(config) is family
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_equal_the_decoders(name):
     config, family, *_ = described(PUBLISHED[name])

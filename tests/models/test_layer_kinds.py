@@ -106,6 +106,7 @@ def test_flops_of_mixed_windows_are_the_mean_over_layers():
     assert flops_of(layer_pattern=pattern) == mean < flops_of()
 
 
+@pytest.mark.call_stacks
 @pytest.mark.parametrize(
     ("name", "case"),
     cases(

@@ -57,8 +57,11 @@ FAMILY = decoder.Family(
     fields=decoder.fields(*decoder.GROUPED, *decoder.DENSE, WINDOW, norm_eps=1e-5),
     fixed={
         "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "mlp_bias": False, "lm_head_bias": False,
     },
-    ignored=frozenset({decoder.PARTIAL, "original_max_position_embeddings", "layer_types"}),
+    ignored=frozenset({
+        decoder.PARTIAL, "original_max_position_embeddings", "layer_types", "full_attn_mod", "interpolate_factor",
+    }),
     tensors=_tensors,
     read_more=_read_more,
     write_more=_write_more,
