@@ -35,7 +35,7 @@ def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, e
 
 
 def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, keys: jax.Array) -> MicrobatchTotals:
-    """Run micro-steps in a scan and add their totals. Arrays in `batches` and `keys` are `[count, ...]`."""
+    """Run micro-steps in a scan and add their totals. The first dim of `batches` and `keys` is the micro-step."""
 
     def body(sums: MicrobatchTotals, xs: tuple[PyTree, jax.Array]) -> tuple[MicrobatchTotals, None]:
         new = step(sums.extra, *xs)
@@ -50,7 +50,7 @@ def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, keys: jax.Array
 
 
 def micro_keys(key: jax.Array, count: int) -> jax.Array:
-    """Return a PRNG key for each micro-step, `[count]`."""
+    """Return a PRNG key for each of `count` micro-steps."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 

@@ -32,7 +32,7 @@ from meshpar.sharding.types import Names, PyTree, axis_sizes, owner_of, problem,
 from meshpar.training.state import Setup, TrainState
 
 ExpertLeaves = dict[str, tuple[Names, str]]
-"""Leaves with a dim named `expert`, by path. Each has its logical names and the path of its parameter."""
+"""Maps the path of each leaf with a dim named `expert` to its logical names and the path of its parameter."""
 
 
 class Rebalanced(NamedTuple):
@@ -45,7 +45,7 @@ class Rebalanced(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Ratio of the busiest rank's load, summed over layers, before and after the move."""
+        """Load of the busiest ranks before the move divided by their load after it, each summed over layers."""
         layers = [placement for placements in self.placements.values() for placement in placements]
         after = sum(max(placement.after) for placement in layers)
         return sum(max(placement.before) for placement in layers) / after if after else 1.0
@@ -77,7 +77,7 @@ def rebalance_experts(
       The new state and the placements of the layers.
 
     Warns:
-      UserWarning: outputs change, in one of the four cases listed for this module.
+      UserWarning: outputs change, in one of the four cases that the module docstring lists.
 
     Raises:
       MeshparError: invalid loads; no router among the leaves; missing names or number of ranks; `groups` differs from
@@ -109,7 +109,7 @@ def rebalance_experts(
             path: dims for path, (dims, _) in leaves["params" if is_state else ""].items() if is_below(path, scope)
         }
         if not any(map(_is_router, params.values())):
-            reason = f"no router is among the leaves with a dim named `expert` ({', '.join([*params][:4]) or 'none'})"
+            reason = f"no leaf with a dim named `expert` is a router ({', '.join([*params][:4]) or 'there are none'})"
             where, fix = (
                 f"leaves below `{scope}`" if scope else "parameters",
                 "name the last dim of the router's kernel [d, E] `expert`",
@@ -123,7 +123,7 @@ def rebalance_experts(
             trees[name] = permute_leaves(trees[name], order, selected, name)
     layers = [placement for of_scope in placements.values() for placement in of_scope]
     if is_state and any(placement.moved for placement in layers):
-        for reason in _rounding_reasons(state.setup, configs, num_ranks, layers):
+        for reason in _reasons_for_changed_outputs(state.setup, configs, num_ranks, layers):
             warnings.warn(f"rebalance_experts: {reason}", stacklevel=2)
     return Rebalanced(state.replace(**trees) if is_state else trees[""], placements)
 
@@ -185,7 +185,6 @@ def _is_router(names: Names) -> bool:
 
 
 def _moe_configs(model: Any) -> list[MoEConfig]:
-    """Return the MoE configurations in the attributes of a model, at any depth."""
     configs: dict[MoEConfig, None] = {}
     queue: list[Any] = [model]
     seen: set[int] = set()
@@ -203,10 +202,10 @@ def _moe_configs(model: Any) -> list[MoEConfig]:
     return list(configs)
 
 
-def _rounding_reasons(
+def _reasons_for_changed_outputs(
     setup: Setup, configs: Sequence[MoEConfig], num_ranks: int, placements: Sequence[ExpertPlacement]
 ) -> list[str]:
-    """Return the reasons why outputs change when experts move."""
+    """Return a text for each reason why moving the experts changes the outputs of the model."""
     reasons = []
     rules = setup.strategy.activations
     levels = axes_over(setup.mesh, rules, "act_expert")

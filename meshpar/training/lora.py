@@ -2,9 +2,9 @@
 
     y = x W + (alpha / rank) (x A) B        A: [inputs, rank]    B: [rank, outputs], initialized to zeros
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Each expert of `[E, d, f]` has a pair,
-`[E, d, rank]` and `[E, rank, f]`, and the MoE layer multiplies pairs in groups, like the matrices (`Adapted`). Shared
-experts have a pair like a linear layer.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Each expert has a pair: a matrix
+`[E, d, f]` has the pair `[E, d, rank]` and `[E, rank, f]`. The MoE layer multiplies the pairs in groups, like the
+matrices (`Adapted`). A shared expert has a pair like a linear layer.
 
 Flax's `nnx.LoRA` wraps an `nnx.Linear`. It does not support several input or output dims, or Linen. qwix 0.1.8 supports
 adapters with int8 and nf4 bases, but fails for stacked layers, as in the decoders: its pairs have no layers dim.
@@ -220,7 +220,6 @@ class _Layer(NamedTuple):
     """True for a matrix of an MoE layer."""
 
     def pair_path(self, path: str) -> str:
-        """Return the path of the pair."""
         return path + LORA_SUFFIX if self.of_experts else path
 
     @property
@@ -335,7 +334,7 @@ def _on_nnx(lora: Lora, model: Model) -> Model:
 
 
 class _NnxAdapters:
-    """Builds an NNX module whose matching layers have pairs and add their outputs."""
+    """Adds pairs to the matching layers of an NNX module, and adds their outputs to the layers' outputs."""
 
     def __init__(self, lora: Lora, build: Callable[[Any], Any] | None) -> None:
         assert build is not None
@@ -401,7 +400,6 @@ class _NnxAdapters:
 
 
 def _nnx_layers(module: Any) -> Iterator[tuple[str, tuple[Any, _Layer]]]:
-    """Yield the path, the module and the matrix of each linear layer."""
     from flax import nnx
 
     for keys, part in nnx.iter_modules(module):

@@ -14,8 +14,7 @@ from meshpar.sharding.errors import check_cases
 
 CACHE_FOLDER = "jax_cache"
 """Name of the default folder for the compilation cache, next to the runs."""
-_CONFIG: Any = jax.config
-"""The options have no static types."""
+_CONFIG: Any = jax.config  # The options of PGLE have no static types.
 
 
 def check_pgle(mesh: jax.sharding.Mesh, profile: tuple[int, int] | None = None) -> None:

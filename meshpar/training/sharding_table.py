@@ -189,7 +189,7 @@ class TableLayout:
     params: PyTree
     grads: PyTree
     updates: PyTree
-    """For each parameter, the spec with which its update is computed: that of its optimizer state."""
+    """Specs of the parameter updates, which are computed with the sharding of the optimizer state."""
     optimizer: PyTree
     extra: PyTree
     variables: Variables
@@ -397,7 +397,6 @@ def _kept_dims(shape: tuple[int, ...], param: tuple[int, ...]) -> tuple[int | No
 
 
 def _check_kinds(model: Any, tx: Any) -> None:
-    """Check the types of the model and the optimizer."""
     is_optimizer = tx is None or (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)))
     for applies, name, requested, reason, fix in (
         (not isinstance(model, Model), "model", f"shard a {type(model).__name__}", "it is not a Model",

@@ -123,7 +123,7 @@ class Setup:
         return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
     def named(self, specs: PyTree, mesh: AnyMesh | None = None) -> PyTree:
-        """Return NamedShardings for specs, by default for arrays inside a step."""
+        """Return NamedShardings for specs. The default mesh is the mesh of a step, with Auto axes."""
         return jax.tree.map(lambda spec: NamedSharding(mesh or self.mesh, spec), specs, is_leaf=is_spec)
 
     def _offloaded(self, f: Callable[[Any], Any], opt_state: PyTree) -> PyTree:
@@ -132,7 +132,7 @@ class Setup:
         return jax.tree.unflatten(jax.tree.structure(opt_state), [f(x) if d.is_on_host else x for x, d in pairs])
 
     def for_update(self, grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return gradients and optimizer state in device memory."""
+        """Return gradients and optimizer state, with offloaded state moved to device memory."""
         if not any(decision.is_on_host for decision in self.table.optimizer):
             return grads, opt_state
         # Without the barrier, XLA would fetch the state before the gradients exist, and hold both.

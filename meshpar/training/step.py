@@ -171,7 +171,6 @@ class TrainStep(_Program):
     def _step(
         self, traced: list[Boundaries], state: TrainState, batch: StepBatch
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Compute gradients and update the state."""
         setup, options = state.setup, self.options
         _check_state(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)

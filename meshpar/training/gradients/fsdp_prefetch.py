@@ -68,7 +68,7 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
       and the default size of combined scatters is kept.
     - Batch slices send separate messages, because a slice would wait for the others if their messages were combined.
       Gathers are combined up to the size of a layer's weights. If mesh axes shard the layers, scatters are combined up
-      to the size of a layer's gradients times the number of slices. See `APART`.
+      to the size of a layer's gradients times the number of slices. See `compile_options.APART`.
     """
     gathered_bytes, gradient_bytes = bytes_of_a_layer(setup, options)
     combined_bytes = gathered_bytes if options.interleave > 1 else max(gathered_bytes, 2**30)
@@ -235,8 +235,8 @@ class _PrefetchedStack:
     integer extra inputs of the layer."""
     layout: LayerLayout
     vjps: dict[str, tuple[Any, list[int | None]]] = dataclasses.field(default_factory=dict)
-    """For "loop" and "last": the structure of the backward function, and the index of each residual among the arguments
-    of `_layer`, or None. Residuals with an index, such as the weights, are not saved."""
+    """For "loop" and "last": the structure of the backward function, and an index for each residual. A residual that
+    equals an argument of `_layer`, such as a weight, is not saved: its index is that of the argument. Else None."""
 
     def _gathered(self, params: PyTree, index: jax.Array | int) -> PyTree:
         layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), params)
@@ -274,8 +274,6 @@ class _PrefetchedStack:
         return dx, jax.tree.map(lambda g, w: g.astype(w.dtype), scattered, like), dsmooth, dconsts
 
     def forward(self, x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
-        """Run the layers; also return the residuals for `backward`."""
-
         def step(carry: Any, layer_inputs: Any) -> Any:
             (x, weights), (index, smooth, fixed) = carry, layer_inputs
             next_weights = self._gathered(params, index + 1)
@@ -290,7 +288,6 @@ class _PrefetchedStack:
         return (y, losses, metrics), (params, smooth, consts, fixed, saved, last_saved, last_weights)
 
     def backward(self, residuals: Any, cotangents: Any) -> Any:
-        """Return the gradients of the arguments of `forward`."""
         (params, smooth, consts, fixed, saved, last_saved, last_weights), (dy, dlosses, _) = residuals, cotangents
         num_layers = len(jax.tree.leaves(params)[0])
 

@@ -135,7 +135,7 @@ def _evaluate(terms: Callable[..., Any], *args: Any) -> Any:
 
 
 def _num_parts(setup: Setup, options: StepOptions, axes: tuple[str, ...]) -> int:
-    """Return the number of micro-steps on all devices or groups."""
+    """Return the number of micro-steps of a step, summed over the devices or groups along `axes`."""
     return options.accumulate * math.prod(setup.sizes[axis] for axis in axes)
 
 

@@ -116,7 +116,6 @@ def _requested_by(strategy: Strategy, options: StepOptions) -> Iterator[Feature]
 
 
 def _needed_by(setup: Setup) -> Iterator[Feature]:
-    """Yield the features that the model and the rules for its inputs need."""
     variables = setup.layout.variables.extra
     if setup.model.is_explicit:
         yield Feature.EXPLICIT_AXES

@@ -139,8 +139,11 @@ class _ChunkedModel:
         counts = {leaf.shape[0] for leaf in leaves if leaf.is_stacked}
         if len(counts) != 1:
             where, requested = f"strategy {setup.strategy.label}", f"assign layers to {schedule.stages} stages"
-            reason = f"there are stacks of {sorted(counts)} layers" if counts else "no parameter has a dim `layers`"
+            reason = "no parameter has a dim `layers`"
             fix = "name the first dim of stacked parameters `layers`, and run them with meshpar.scan_layers"
+            if counts:
+                reason = f"there are stacks of {' and '.join(map(str, sorted(counts)))} layers"
+                fix = "use a model with a single stack, run in one call of meshpar.scan_layers, or remove pipeline_parallel()"
             raise problem(where, requested, reason, fix, code="conflict" if counts else "not-found")
         return _ChunkedModel(
             structure=jax.tree.structure(setup.layout.variables.params),
@@ -154,20 +157,20 @@ class _ChunkedModel:
     # -- Parameters ---------------------------------------------------------------------------------------------------
 
     def split(self, params: PyTree) -> Params:
-        """Split parameters into two lists of leaves. Stacks become `[chunk, max layers of a chunk, ...]`."""
+        """Return two lists of leaves. Stacks become `[chunk, max layers of a chunk, ...]`."""
         stacks, embedding_and_head = self.partition(jax.tree.leaves(params))
         if self.is_even:
             return Params([x.reshape(len(self.counts), -1, *x.shape[1:]) for x in stacks], embedding_and_head)
         return Params([x[self.layer_indices] for x in stacks], embedding_and_head)
 
     def joined(self, params: Params) -> PyTree:
-        """Undo `split`. Leaves that are None stay None."""
+        """Return a tree with stacks `[layers, ...]` from the two lists of `split`, which may contain None."""
         return self._tree([None if x is None else self.by_layer(x) for x in params.chunks], params.embedding_and_head)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
         """Reshape `[chunk, max layers of a chunk, ...]` to `[layers, ...]`, and remove the padding.
 
-        `[chunk, 1, ...]` becomes `[chunk, ...]`.
+        An array with one value per chunk, `[chunk, 1, ...]`, becomes `[chunk, ...]`.
         """
         flat = x.reshape(-1, *x.shape[2:])
         if self.is_even or x.shape[1] != max(self.counts):
@@ -185,7 +188,10 @@ class _ChunkedModel:
         return np.minimum(np.arange(counts.max()), counts - 1) + counts.cumsum()[:, None] - counts
 
     def specs(self, specs: PyTree, *, at_rest: bool = False) -> Params:
-        """Return the specs of `split`. With `at_rest`, uneven chunks are sharded like parameters between steps."""
+        """Return the specs of the lists that `split` returns.
+
+        With `at_rest`, uneven chunks are sharded like the parameters between steps.
+        """
         stacks, embedding_and_head = self.partition(jax.tree.leaves(specs, is_leaf=is_spec))
         if self.is_even:
             return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], embedding_and_head)
@@ -210,7 +216,7 @@ class _ChunkedModel:
         return self.partition([over_experts(spec, names) for spec, names in zip(leaves, self.names, strict=True)])[0]
 
     def partition(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the leaves of the layers, and those of embedding and head."""
+        """Return two lists: the stacked leaves, and the leaves of embedding and head."""
         pairs = list(zip(leaves, self.is_layer, strict=True))
         return [x for x, is_layer in pairs if is_layer], [x for x, is_layer in pairs if not is_layer]
 
@@ -219,7 +225,7 @@ class _ChunkedModel:
         return jax.tree.unflatten(self.structure, [next(remaining[is_layer]) for is_layer in self.is_layer])
 
     def layers_of_chunk(self, inputs: PyTree, chunk: jax.Array) -> PyTree:
-        """Select the layers of a chunk in arrays `[layers, ...]`. Other arrays, such as its parameters, are kept."""
+        """Select the layers of a chunk in arrays `[layers, ...]`. Arrays with another first dim are unchanged."""
 
         def select(x: jax.Array) -> jax.Array:
             if x.shape[:1] != (sum(self.counts),) or len(self.counts) == 1:
@@ -340,7 +346,7 @@ class _Epilogue:
 
     @staticmethod
     def of(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str) -> _Epilogue:
-        """Trace a loss function, and extract these computations from it."""
+        """Trace a loss function, and extract the computations that use the `Aux` of all layers."""
         y, aux = _results_of_layers(loss, params, extra, batch, key)
         if aux is None and not jax.tree.leaves(extra):
             return _Epilogue(aux=None, metrics=frozenset(), share=0.0, _run=lambda extra, aux: ({}, extra))
@@ -376,18 +382,18 @@ class _Epilogue:
         return _Epilogue(aux=aux, metrics=frozenset(aux_metrics), share=share, _run=run)
 
     def with_zeros(self, y: Any) -> Any:
-        """Return y, and zeros for the `Aux`, in the form in which `scan_layers` returns them."""
+        """Return `y`, or if the layers have an `Aux`, a tuple of `y` and an `Aux` of zeros, as from `scan_layers`."""
         return y if self.aux is None else (y, _zeros(self.aux))
 
     def aux_of_chunk(self, aux: Aux | None) -> Aux:
-        """Return the `Aux` that a chunk passes on: with a scaled loss, and the unscaled loss as a metric."""
+        """Return the `Aux` of a chunk with the loss times `share`, and the original loss as an additional metric."""
         if aux is None:
             return Aux(jnp.zeros((), jnp.float32), {})
         # The first dim is the layer, as in the metrics.
         return Aux(aux.loss * self.share, {**aux.metrics, _LOSS: aux.loss[None]})
 
     def __call__(self, extra: PyTree, totals: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
-        """Return metrics and updated variables, from the metrics of all layers, `[layers, ...]`."""
+        """Return metrics and new variables. `totals` has the metrics of the layers, `[layers, ...]`."""
         if self.aux is None:
             return self._run(extra, None)
         metrics = {name: totals[name].astype(x.dtype) for name, x in self.aux.metrics.items()}
@@ -428,7 +434,7 @@ class _Dependencies:
         self.loss_on_metrics = depends(closed.jaxpr, is_metric)[0]
 
     def check(self, where: str, aux_metrics: list[str]) -> None:
-        """Check that no result needs the `Aux` of all microbatches and values of a single microbatch."""
+        """Check that no result combines the `Aux` of all microbatches with values of a single microbatch."""
         mixed = [f"metric `{name}`" for name in aux_metrics if self.on_others[1][name]]
         updated = [f"`{path}` of the model" for path, is_used in tree_leaves_with_paths(self.on_others[2]) if is_used]
         for names, requested, reason, fix in (

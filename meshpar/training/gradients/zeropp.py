@@ -35,8 +35,6 @@ from meshpar.training.state import Setup
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Sharding and dtypes of a parameter."""
-
     path: str
     index: int
     batch: tuple[tuple[str, ...], ...]
@@ -81,14 +79,17 @@ class QuantizedGather:
         return self._map(lambda leaf, g: self._scatter(leaf, g, key), grads)
 
     def gather_unstacked(self, params: PyTree, key: jax.Array) -> PyTree:
-        """Gather all weights that `gather_layer` does not gather. The backward pass scatters their gradients.
+        """Gather the weights that are not gathered layer by layer. The backward pass scatters their gradients.
 
         Shards are float32 or a larger dtype, and so are gradients. The PRNG key is equal on all ranks.
         """
         return self._map(lambda leaf, x: x if leaf.per_layer else self._gather(leaf, x, key), params)
 
     def gather_layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
-        """Gather the weights of a layer, whose path ends in `at`. The backward pass scatters their gradients."""
+        """Gather the weights of a layer. The backward pass scatters their gradients.
+
+        The paths of the stacked parameters are `at` and the paths in `params`, after an arbitrary prefix.
+        """
 
         def gather(path: Any, x: jax.Array) -> jax.Array:
             leaf = leaf_at(at, path_str(path), self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
@@ -108,7 +109,7 @@ class QuantizedGather:
     # -- A parameter --------------------------------------------------------------------------------------------------
 
     def _gather(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Return the full weight, whose gradient is summed and scattered."""
+        """Return the full weight. The backward pass sums and scatters its gradient."""
 
         @jax.custom_vjp
         def gathered(x: jax.Array, message: jax.Array, key: jax.Array) -> jax.Array:
