@@ -142,7 +142,7 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
     - `kind="ring"`: keys and values are sent from rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023,
       "Ring Attention with Blockwise Transformers for Near-Infinite Context"). Tiles use cuDNN if the model's attention
       does. Attention windows, logit caps and packed examples need tiles of plain matmuls (`attention="blockwise"`). The
-      number of heads is arbitrary. The sequence length must be a multiple of two chunks per rank.
+      number of heads is arbitrary. The sequence length must be divisible by twice the number of ranks.
     - `kind="all-to-all"`: an all-to-all before attention shards the heads and gathers the sequence, and an all-to-all
       after attention reverses this (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each layer needs four all-to-alls
       forward and four backward. Any attention implementation works. The number of ranks must divide the query heads;

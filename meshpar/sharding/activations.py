@@ -33,7 +33,7 @@ class Boundaries:
     """Paths of modules with parameters sharded over axes other than the batch axes. Only the batch dim of their outputs
     is constrained."""
     other_batch_sizes: frozenset[int] = frozenset()
-    """Sizes of the first dims of all batch leaves. Leaves with `Rules(inputs={...: "batch"})` have different sizes."""
+    """Possible sizes of the batch dim other than `num_examples`, from batch leaves with `Rules(inputs={...: "batch"})`."""
     dot_general: Any = None
     """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
     policy: Callable[[str], Any] | None = None
@@ -94,7 +94,7 @@ def calling(path: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def in_module(path: str) -> Iterator[None]:
-    """Enter an NNX module. If module outputs are sharded by batch, open a named scope with its path, as Linen does."""
+    """Enter an NNX module. If module outputs are sharded along the batch, open a named scope, as Linen does."""
     with calling(path):
         boundaries = current().boundaries
         parent = path if boundaries is None or not boundaries.shard_batch else boundaries.scope

@@ -203,7 +203,7 @@ def user_line(error: BaseException) -> str | None:
 
 
 def unexpected(error: BaseException, *, command: str) -> MeshparError:
-    """Convert any other exception, such as an `OSError` or an error in user code, to a `MeshparError`."""
+    """Convert an exception that a command did not expect, such as an `OSError`, to a `MeshparError`."""
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
         return _file_problem(str(error.filename)[:200], "use it", error, "name a different file, or make it usable")
@@ -226,7 +226,6 @@ def _file_type(mode: int) -> str:
 
 
 def _file_problem(where: str, requested: str, error: BaseException, fix: str) -> MeshparError:
-    """Convert an error of the file system or of a decoder."""
     reason, code = f"that failed ({(isinstance(error, OSError) and error.strerror) or error})", "unusable-file"
     if isinstance(error, FileNotFoundError):
         reason, code = "there is no such file or folder", "missing-file"

@@ -228,7 +228,6 @@ def _create(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: Ax
 
 
 def _checked_types(value: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType, ...]:
-    """Return the type of each axis."""
     by_name = {axis_type.name.lower(): axis_type for axis_type in (AxisType.Auto, AxisType.Explicit)}
     requested = dict(value) if isinstance(value, Mapping) else dict.fromkeys(sizes, value)
     types = {axis: by_name.get(x) if isinstance(x, str) else x for axis, x in requested.items()}

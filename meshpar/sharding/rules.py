@@ -50,8 +50,6 @@ USER = "user"
 
 
 class _Replicated:
-    """The type of `replicated`."""
-
     def __repr__(self) -> str:
         return "replicated"
 
@@ -149,15 +147,12 @@ ModuleRule: TypeAlias = NamesOf | tuple[str | None, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """A rule: its name or pattern, its value, and the preset that it belongs to."""
-
     key: str
     value: Any
     origin: str = USER
     is_path: bool = False
 
     def matches(self, path: str) -> bool:
-        """Return whether the pattern matches the full path of a leaf or module."""
         return re.fullmatch(self.key, path) is not None
 
     def __str__(self) -> str:
@@ -376,7 +371,7 @@ class Rules:
 
     @property
     def sources(self) -> Iterator[tuple[str, str]]:
-        """(origin, key) of each rule, as in `Decision.sources`."""
+        """Yield (origin, key) for each rule: the preset or `USER`, and the logical name or pattern."""
         yield from ((rule.origin, rule.key) for rule in (*self._by_name.values(), *self._by_path))
         if self.largest:
             yield self.largest.origin, LARGEST_DIM

@@ -120,7 +120,7 @@ class Decision:
     replicated_on_purpose: bool
     """Whether a rule permits that the leaf is replicated."""
     sources: frozenset[tuple[str, str]] = frozenset()
-    """The rules in use, as pairs (origin, key)."""
+    """The rules that determined the sharding, as pairs (origin, key) like those of `Rules.sources`."""
     is_on_host: bool = False
     """Whether the leaf is in host memory between steps."""
 
@@ -189,9 +189,9 @@ def matrix_of(module: str) -> str:
 
 
 def scores_experts(names: Names) -> bool:
-    """Return whether the names describe an MoE router: its matrix, stacked or not, has `expert` as the last dim.
+    """Return whether the names belong to a weight or bias of an MoE router, stacked or not.
 
-    Its bias has no dim other than `expert` and `layers`.
+    The last dim of both is `expert`. A weight has the dim `embed`, and a bias has no dim besides `expert` and `layers`.
     """
     return names[-1:] == ("expert",) and ("embed" in names or {*names} <= {"expert", "layers"})
 

@@ -262,7 +262,6 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 
 def _at(tree: PyTree, path: Path) -> Any:
-    """Return the value in nested dicts at a path, or None."""
     return functools.reduce(lambda node, key: node.get(key) if isinstance(node, Mapping) else None, path, tree)
 
 
@@ -321,7 +320,6 @@ class _UnknownName(str):
 
 
 def _without(tree: PyTree, paths: Collection[Path]) -> PyTree:
-    """Return nested dicts without the values at these paths."""
     below = {key: [path[1:] for path in paths if path[0] == key] for key in tree} if paths else {}
     return {
         key: _without(x, [path for path in below.get(key, []) if path]) if isinstance(x, Mapping) else x

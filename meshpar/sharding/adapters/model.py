@@ -56,7 +56,7 @@ class Model:
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
     """Return `extra` for the next step. Called after all micro-steps of a training step."""
     build: Callable[[Any], Any] | None = None
-    """The argument of `from_nnx`."""
+    """The function passed to `from_nnx`. None for other models."""
     lora: Any = None
     """The `meshpar.training.lora.Lora` whose adapters are added. By default only these are trained."""
 

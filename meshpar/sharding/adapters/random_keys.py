@@ -31,7 +31,7 @@ def without_key_types(tree: PyTree) -> PyTree:
 
 
 def with_key_types(tree: PyTree, impls: PyTree) -> PyTree:
-    """Undo `without_key_types`. `impls` is the result of `key_impls` for the pytree with typed keys."""
+    """Convert raw key data to typed random keys. `impls` has the implementation of each key, as from `key_impls`."""
     return jax.tree.map(lambda impl, x: jax.random.wrap_key_data(x, impl=impl) if impl else x, impls, tree)
 
 
