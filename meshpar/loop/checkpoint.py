@@ -545,7 +545,7 @@ def _leaves(state: TrainState) -> dict[str, Any]:
     keys, arrays = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
     leaves = dict(zip(map(_path, keys), arrays, strict=True))
     if len(leaves) < len(arrays):
-        reason, fix = "two arrays have the same path", "rename a key; 1 and '1' are the same here"
+        reason, fix = "two arrays have the same path", "rename a key; the keys 1 and '1' have the same path"
         raise problem("the state", "save its arrays", reason, fix, code="conflict")
     return leaves
 
@@ -739,7 +739,6 @@ def _write_problem(requested: str, error: Exception, where: str = "checkpoints")
 
 
 def _summarize(error: BaseException, limit: int = 200) -> str:
-    """Return the type and message of an error in a short line."""
     text = " ".join(str(error).split("[tensorstore_spec")[0].split())
     if "No space left" in text:
         text = "no space left on the disk"

@@ -120,7 +120,10 @@ class Pod:
         return max(value, *values.values())
 
     def gather(self, about: str, value: Any, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
-        """Return the JSON values of all processes, by process, or raise `ValueError` on all after a timeout."""
+        """Return the JSON values of all processes, by process, or raise `ValueError` on all after a timeout.
+
+        `about` is a name of the value for the error.
+        """
         values, missing = self._gather(self.new_key(f"gather/{about}"), value, timeout_s)
         if missing:
             raise self._missing(about, missing)
@@ -141,7 +144,10 @@ class Pod:
         return {int(number): values[number] for number in sorted(values, key=int)}, missing
 
     def broadcast(self, about: str, value: Any, *, source: int = 0, timeout_s: float = WAIT_S) -> Any:
-        """Return the JSON value of process `source` on all processes, or raise `ValueError` after a timeout."""
+        """Return the JSON value of process `source` on all processes, or raise `ValueError` after a timeout.
+
+        `about` is a name of the value for the error.
+        """
         key = self.new_key(f"first/{about}")
         if self.process_id == source:
             self.put(key, value)

@@ -91,7 +91,7 @@ def layer_numbers(loads: Loads) -> dict[str, Any]:
 
 
 def loads_of(numbers: Mapping[str, Any]) -> Loads:
-    """Invert `layer_numbers` for a value from metrics.jsonl."""
+    """Return the `Loads` that `layer_numbers` converted to lists for metrics.jsonl."""
     names = {"moe/load": "expert_tokens", "moe/rank_load": "rank_tokens"}
     names |= {f"moe/{name}": name for name in ("drop_rate", "router_entropy")}
     parsed = loads({metric: np.array(numbers[name], np.float64) for metric, name in names.items()})

@@ -217,7 +217,8 @@ class Run:
         assert self.reason is not None
         if self.reason == "exhausted":
             requested = f"read the batch of step {self.step + 1} of {self.steps}"
-            reason = f"the batches ended after {self.step - self.first_step}"
+            count = self.step - self.first_step
+            reason = f"the batches ended after {count} step{'s' * (count != 1)}"
             fix = f"use batches that repeat, or steps={self.step}"
             raise problem("batches", requested, reason, fix, code="exhausted")
         return FitResult(
@@ -315,7 +316,7 @@ def fit(
       tokens_per_step: tokens in a global batch, to report tokens per second.
       flops_per_step: model FLOPs for a global batch, to report the utilization.
       peak_flops_per_s: combined peak of all devices of the mesh, to report the utilization.
-      max_skipped: maximum number of consecutive updates that a step with nonfinite="skip" may skip.
+      max_skipped: number of consecutive skipped updates at which the run fails, for a step with nonfinite="skip".
 
     Returns:
       The final state, its step, and the last metrics.
@@ -519,7 +520,6 @@ class Validator(Hook):
         return {**means, **{f"{metric}/{name}": x for name, values in by_name.items() for metric, x in values.items()}}
 
     def _means(self, state: TrainState, batches: Iterable[PyTree]) -> dict[str, float]:
-        """Combine the scalar metrics of all batches."""
         results: list[dict[str, float]] = []
         counts: set[str] = set()
         in_flight: collections.deque[Mapping[str, Any]] = collections.deque()
@@ -552,8 +552,6 @@ def _check_every(where: str, every: int | None) -> int | None:
 
 
 class _WatchdogHook(Hook):
-    """Hook that reports the progress of this process to the watchdog of a pod."""
-
     order = -1  # first, because the other hooks may block in `on_end`
 
     def __init__(self, watch: watchdog.Watchdog) -> None:

@@ -76,7 +76,7 @@ class Goodput(Hook):
 
     @property
     def share(self) -> float | None:
-        """Fraction of the wall time in steps that count; None before the run starts."""
+        """Fraction of the wall time in productive steps; None before the run starts."""
         seconds = self.seconds
         total = sum(seconds.values())
         return seconds["steps"] / total if total else None

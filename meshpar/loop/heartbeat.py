@@ -328,7 +328,7 @@ class Watchdog:
         self._end(f"{name} is gone: it died or was killed")
 
     def without(self, number: int, *, how: str) -> None:
-        """End this process because process `number` is known to be gone."""
+        """End this process because process `number` is gone. `how` completes the message: "was killed (SIGKILL)"."""
         if number == 0:
             self._end_without_coordinator()
         else:

@@ -227,8 +227,6 @@ def verify(
 
 
 class _StepResult(NamedTuple):
-    """Loss and gradients of a step, on the host."""
-
     loss: float
     grads: dict[str, np.ndarray]
 
@@ -329,7 +327,6 @@ class _Verifier:
             yield group[best]
 
     def _sample(self, rng: random.Random, *, limit: int) -> Iterator[Case]:
-        """Yield distinct random layouts."""
         axes, seen = self._axes(), set()
         counts = [count for count in range(2, len(self.devices) + 1) if len(self.devices) % count == 0]
         for _ in range(limit if counts else 0):

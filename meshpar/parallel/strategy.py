@@ -241,7 +241,7 @@ class Strategy:
         for need in self.required_axes:
             if sizes.get(need.axis, 1) == 1:
                 where, requested = f"strategy {need.strategy}", f"use mesh axis `{need.axis}`"
-                fix = f"{need.fix}, or set its size: MeshSpec({need.axis}=2, ...)"
+                fix = f"{need.fix}, or give the axis a size above 1: MeshSpec({need.axis}=2, ...)"
                 raise problem(where, requested, f"the mesh has {human_mesh(sizes)}", fix, code="unknown-axis")
 
 

@@ -135,7 +135,7 @@ class Placed:
 
     @functools.cached_property
     def activation_row_bytes(self) -> Mapping[Remat | Literal["stages"], tuple[float, ...]]:
-        """`row_bytes` of all saved activations, in the order of the workload."""
+        """For each remat policy, `row_bytes` of its saved activations, in the order of the workload."""
         return {
             remat: tuple(map(self.row_bytes, activations)) for remat, activations in self.workload.activations.items()
         }
@@ -183,7 +183,7 @@ class Placed:
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
     def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
-        """Yield the collectives of XLA and of kernels in a step, each with the fraction of them that a stage runs."""
+        """Yield the collectives of XLA and of kernels in a step, each with the fraction that runs on one stage."""
         fraction, strategy = 1.0, self.strategy
         for expected_collectives in (leaves.expected_collectives, scales.expected_collectives, _rows_sent):
             yield from ((expected, 1.0) for expected in expected_collectives(step))

@@ -208,10 +208,10 @@ def _staged(placed: Placed, saved: int, rows: int) -> int:
 
 
 def _deferred_expert_grads(placed: Placed, step: StepSpec) -> int:
-    """Return the bytes of expert gradients that wait for W.
+    """Return the bytes of expert gradients that are stored until the deferred weight-gradient op (W) of a microbatch.
 
-    B computes them together with the gradients of routed tokens. While B runs there is one more copy, or two if a
-    stage has several layers, whose gradients are stacked.
+    The input-gradient op (B) computes them together with the gradients of routed tokens. While B runs, there is an
+    additional copy, or two if a stage stacks the gradients of several layers.
     """
     pipeline, itemsize = placed.strategy.pipeline, placed.workload.compute_itemsize
     assert pipeline is not None

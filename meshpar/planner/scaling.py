@@ -20,7 +20,7 @@ MAX_GPUS = 16_384
 MIN_EFFICIENCY = 0.5
 """Minimum throughput per GPU of a worthwhile layout, as a fraction of the throughput on the fewest GPUs."""
 MAX_PARTS = 2
-"""Strategies with more parallelisms are not evaluated."""
+"""Maximum number of parallelisms in a strategy that is evaluated."""
 MAX_CANDIDATES = 2
 """Number of layouts of each kind that are evaluated per cluster size, the most promising first."""
 

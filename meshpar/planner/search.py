@@ -48,7 +48,7 @@ from meshpar.sharding.types import MeshparError, axes_of_spec, problem
 from meshpar.training.sharding_table import lay_out
 
 SLICES = 2
-"""Number of batch slices to consider."""
+"""Number of batch slices in layouts with `interleave`."""
 MAX_EVALUATED = 120
 """Maximum number of strategies that fit and are evaluated in detail. Each phase of the search evaluates at most twice
 as many strategies, fitting or not."""
@@ -74,7 +74,7 @@ class _ScheduleEstimate(NamedTuple):
     saved: float
     """Fraction of the microbatches with saved activations on a stage, times its fraction of the layers."""
     deferred: float
-    """The same as `saved`, for the inputs of deferred weight gradients."""
+    """Inputs of deferred weight gradients, in the unit of `saved`."""
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -102,7 +102,7 @@ class _Start:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What determines the step time most: the schedule, and the sizes of axes other than `data` and `fsdp`."""
+        """The sizes of axes other than `data` and `fsdp`, and the schedule: they determine the step time most."""
         pipeline = self.strategy.pipeline
         sizes = tuple(size for axis, size in self.sizes.items() if axis not in ("data", "fsdp"))
         return (*sizes, pipeline and pipeline.schedule)

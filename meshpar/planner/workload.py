@@ -326,7 +326,7 @@ def _saved(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tu
 
 
 def _experts_per_token(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
-    """Return k of the `top_k` over the number of experts."""
+    """Return k of the `top_k` with which a router selects experts, or 0 without experts."""
     experts = {leaf.shape[-1] for leaf in leaves if leaf.is_router}
     top_ks = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "top_k")
     return max((int(eqn.params["k"]) for eqn in top_ks if eqn.invars[0].aval.shape[-1] in experts), default=0)

@@ -33,7 +33,7 @@ class Boundaries:
     """Paths of modules with parameters sharded over axes other than the batch axes. Only the batch dim of their outputs
     is constrained."""
     other_batch_sizes: frozenset[int] = frozenset()
-    """Possible sizes of the batch dim other than `num_examples`, from batch leaves with `Rules(inputs={...: "batch"})`."""
+    """First dims of all batch leaves. With `Rules(inputs={...: "batch"})`, some may differ from `num_examples`."""
     dot_general: Any = None
     """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
     policy: Callable[[str], Any] | None = None

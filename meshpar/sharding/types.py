@@ -191,7 +191,7 @@ def matrix_of(module: str) -> str:
 def scores_experts(names: Names) -> bool:
     """Return whether the names belong to a weight or bias of an MoE router, stacked or not.
 
-    The last dim of both is `expert`. A weight has the dim `embed`, and a bias has no dim besides `expert` and `layers`.
+    The last dim of both is `expert`. A weight has the dim `embed`. A bias has no dim other than `expert` and `layers`.
     """
     return names[-1:] == ("expert",) and ("embed" in names or {*names} <= {"expert", "layers"})
 

@@ -52,8 +52,9 @@ class ExpectedCollective:
     may_all_reduce: bool | Literal["always"] = False
     """For a scattered sum, whether XLA may all-reduce it and slice; `"always"` if it always does."""
     elements: int
-    """Number of elements of the array if it is replicated over `axes`. With `multiple`, any multiple of it matches."""
+    """Number of elements of the array if it is replicated over `axes`."""
     multiple: bool = False
+    """Whether arrays with a multiple of `elements` match, too."""
     dtype: str
     """HLO dtype on the wire."""
     count: tuple[int, int]
@@ -297,7 +298,7 @@ def parent(decision: Decision) -> str:
 
 
 def merged(collectives: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:
-    """Merge collectives that differ only in their tensors, and add their counts."""
+    """Merge collectives that differ only in tensors and counts. The counts are added."""
     result: dict[Any, ExpectedCollective] = {}
     for new in collectives:
         key = dataclasses.replace(new, tensors=(), count=(0, 0), counts=tuple((axis, 0, 0) for axis, *_ in new.counts))

@@ -143,7 +143,7 @@ class _ChunkedModel:
             fix = "name the first dim of stacked parameters `layers`, and run them with meshpar.scan_layers"
             if counts:
                 reason = f"there are stacks of {' and '.join(map(str, sorted(counts)))} layers"
-                fix = "use a model with a single stack, run in one call of meshpar.scan_layers, or remove pipeline_parallel()"
+                fix = "run all layers as a single stack, in one call of meshpar.scan_layers, or remove the pipeline"
             raise problem(where, requested, reason, fix, code="conflict" if counts else "not-found")
         return _ChunkedModel(
             structure=jax.tree.structure(setup.layout.variables.params),
