@@ -206,7 +206,7 @@ class Checkpoints:
         return None
 
     def _available(self, step: int | None, *, required: bool) -> list[int]:
-        """Return the steps of all checkpoints, or only the requested step if it is not None."""
+        """Return the steps of all checkpoints, or only `step` if it is not None. With `required`, it must exist."""
         steps = _broadcast(self.steps())
         if required and (not steps or step not in (None, *steps)):
             requested = "read a checkpoint" if step is None else f"read step {step}"
@@ -501,7 +501,7 @@ def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable
 
 
 def _read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
-    """Read arrays by path and compare them with the fingerprints in the index."""
+    """Read the arrays with the paths in `like`, and compare them with the fingerprints in the index."""
     arrays = _agreed(folder, lambda: _read_arrays(folder, like))
     saved = [index["leaves"][path]["fingerprint"] for path in like]
     changed = [path for path, a, b in zip(like, _fingerprints(arrays, mesh), saved, strict=True) if a != b]
@@ -511,7 +511,7 @@ def _read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any
 
 
 def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Read arrays by path. Arrays without elements are created, because orbax does not store them."""
+    """Read the arrays with the paths in `like`. Arrays without elements are created, as orbax does not store them."""
     # Unlike the manager, the handler has no barriers, so a process that reads a damaged file does not block the rest.
     import orbax.checkpoint as ocp
     from flax.traverse_util import flatten_dict, unflatten_dict

@@ -113,7 +113,7 @@ class Judge:
         return compare({n: beats[n]["windows"] for n in beats}) if len(beats) == self.num_processes else None
 
     def slowness(self, number: int, comparison: HostTimes) -> str:
-        """Return a description of a slow process."""
+        """Return a description of process `number`, which is slow."""
         first_step, took = comparison.last_step - WINDOW_STEPS + 1, f"{comparison.slow[number]:.3g} s"
         return (
             f"{self._name(number)} slows down all processes: in steps {first_step} to {comparison.last_step}, its host "

@@ -58,7 +58,10 @@ class Expert(Parallelism):
                     )  # fmt: skip
 
     def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
-        """Yield (mesh axes, copies sent per token, exchanges in each direction) for each communication level."""
+        """Yield (mesh axes, copies sent per token, exchanges by direction) for each communication level.
+
+        `forward` is the number of forward passes, including recomputation.
+        """
         axes, exchanges = axes_of(self.name, self.axis), {"dispatch": forward, "combine": forward, "grad": 2}
         if step.nodes_visited is None or len(axes) != 2 or step.sizes.get(axes[0], 1) == 1:
             yield step.ordered(axes), step.experts_per_token, exchanges

@@ -142,24 +142,24 @@ class Parallelism:
 
 
 def activations(origin: str, by_name: Mapping[str, DimRule] | None = None) -> Rules:
-    """Return activation rules that shard the batch over the available batch axes, and the given names."""
+    """Return the activation rules of the preset `origin`, which also shard the batch over the available batch axes."""
     return Rules.preset(
         origin, {"batch": BATCH_AXES, **(by_name or {})}, known=ACTIVATION_NAMES, optional_axes=BATCH_AXES
     )
 
 
 def split(origin: str, by_name: Mapping[str, DimRule] | None = None, *, largest: Largest | None = None) -> Rules:
-    """Return parameter rules of a preset: logical names to mesh axes, and a rule for unnamed leaves."""
+    """Return the parameter rules of the preset `origin`: rules by name, and `largest` for unnamed leaves."""
     return Rules.preset(origin, by_name, known=PARAMETER_NAMES, largest=largest)
 
 
 def replicated_all(origin: str) -> Rules:
-    """Return rules that replicate all parameters explicitly."""
+    """Return the rules of the preset `origin`, which replicate all parameters on purpose."""
     return Rules.preset(origin, known=PARAMETER_NAMES, everything=True)
 
 
 def axes_of(origin: str, axis: Axes) -> tuple[str, ...]:
-    """Return one or several mesh axes as a tuple."""
+    """Return one or several mesh axes as a tuple. Errors name the preset `origin`."""
     axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not axes or not all(isinstance(name, str) and name for name in axes) or len(set(axes)) != len(axes):
         fix = 'write the name of a mesh axis, as in mp.fsdp(axis="data"), or several: mp.fsdp(axis=("data", "fsdp"))'

@@ -313,7 +313,7 @@ class Search:
         members: Sequence[tuple[dict[str, int], Strategy]],
         shards: Callable[..., Any],
     ) -> Any:
-        """Return the time of moving routed tokens and of the blocks of expert gradients."""
+        """Return the time in which MoE layers move routed tokens and blocks of expert gradients."""
         decisions, work = experts(placed), self.workload
         if not decisions:
             return 0.0
@@ -331,7 +331,7 @@ class Search:
         return moved / shards(step.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
 
     def _max_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], shards: Callable[..., Any]) -> Any:
-        """Return the bandwidth of a ring over some axes, for the best placement of the other axes."""
+        """Return an upper bound of the bandwidth of a ring over `axes`. `of` has all axes in the order of the mesh."""
         inside, across = self.cluster.inside.bytes_per_s, self.cluster.across.bytes_per_s
         order = list(of)
         inner = shards(order[1 + max((order.index(axis) for axis in axes), default=0) :])
@@ -391,7 +391,7 @@ class Search:
                     break
 
     def fits(self, placed: Placed, layout: Layout) -> MemoryEstimate | None:
-        """Return the memory of a layout, or None if it does not fit. Remember the smallest layout that does not fit."""
+        """Return the memory of a layout, or None if it does not fit. Errors name the smallest such layout."""
         try:
             estimate = memory.estimate(placed, layout)
         except MeshparError:

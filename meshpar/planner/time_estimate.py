@@ -399,12 +399,15 @@ def _hidden(step: StepSpec, expected: ExpectedCollective, *, independent: float)
 
 
 def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
-    """Return the fraction of the gathers and reduce-scatters of weights that overlaps with compute."""
+    """Return the fraction of the gathers and reduce-scatters of weights that overlaps with compute.
+
+    `is_ahead`: the weights of a layer are gathered while the previous layer computes.
+    """
     return STEP.hidden["context" if step.context_axes else "prefetched" if is_ahead else "weights"]
 
 
 def _nodes_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return `Cluster.layout` of these axes. It is computed faster if nodes divide the mesh evenly."""
+    """Return (number of nodes, devices per node) of groups along `axes`, as `Cluster.layout` does, but faster."""
     stride, offsets, is_even = 1, np.zeros(1, int), True
     for axis, size in reversed(list(sizes.items())):
         is_even &= cluster.gpus_per_node % stride == 0 or stride % cluster.gpus_per_node == 0

@@ -249,7 +249,8 @@ def _by_policy(
 ) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Activation, ...]], bool]:
     """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
 
-    FLOPs are those of forward and backward pass, as (all matmuls, attention, 8-bit matmuls).
+    FLOPs are those of forward and backward pass, as (all matmuls, attention, 8-bit matmuls). `value` returns the loss
+    function for a policy, `arrays` are its arguments, and `labelled` converts saved arrays to activations.
     """
     scans: list[Any] = []
 
@@ -354,7 +355,10 @@ def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
 def _labelled(
     saved: Sequence[Any], leaves: Sequence[Leaf], rows: int, seq_len: int | None, *, is_all: bool
 ) -> Iterator[Activation]:
-    """Yield the saved activations with their logical names. Weights and tables are skipped."""
+    """Yield the saved activations with their logical names. Weights and tables are skipped.
+
+    `is_all`: no remat policy selected the saved arrays.
+    """
     stacks = {leaf.num_layers for leaf in leaves} - {1}
     for array in saved:
         batch_dim = next((dim for dim, size in enumerate(array.shape) if size and size % rows == 0), None)

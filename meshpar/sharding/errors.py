@@ -68,7 +68,7 @@ def check_positive_int(where: str, meaning: str, **values: Any) -> None:
 
 
 def check_bool(where: str, meaning: str, **values: Any) -> None:
-    """Check that keyword arguments are True or False."""
+    """Check that keyword arguments are True or False. `meaning` is a clause: "the sequence is sharded"."""
     for name, value in values.items():
         if not isinstance(value, bool):
             reason = f"it determines whether {meaning} and must be True or False"
@@ -76,7 +76,7 @@ def check_bool(where: str, meaning: str, **values: Any) -> None:
 
 
 def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: Any) -> None:
-    """Check that keyword arguments are among the choices."""
+    """Check that keyword arguments are among the choices; `meaning` as in `check_int`."""
     for name, value in values.items():
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
             names = ", ".join(repr(choice) for choice in choices)
@@ -104,7 +104,10 @@ def check_cases(where: str, requested: str, code: str, *cases: tuple[object, str
 
 
 def check_number(where: str, example: str, *, positive: bool = True, **values: Any) -> None:
-    """Check that keyword arguments are finite numbers: above 0, or at least 0 with `positive=False`."""
+    """Check that keyword arguments are finite and above 0, or at least 0 with `positive=False`.
+
+    `example` is a valid value for the fix.
+    """
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf or (positive and value == 0):
@@ -123,7 +126,7 @@ def near(word: str, options: Iterable[Any]) -> str:
 
 
 def near_or(word: str, options: Iterable[Any], otherwise: str, *, list_known: bool = True) -> str:
-    """Return the hint of `near`, followed by a fix in case the word is not a typo.
+    """Return the hint of `near`, followed by the fix `otherwise` in case the word is not a typo.
 
     Set `list_known` to False if the message already lists the known words.
     """

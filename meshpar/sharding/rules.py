@@ -355,7 +355,7 @@ class Rules:
         return frozenset(rule.value for rule in self.precision)
 
     def dtype_in(self, path: str) -> str | None:
-        """Return the dtype of the precision rule for a parameter, by its enclosing modules, or None."""
+        """Return the dtype of the precision rule that matches a module around a parameter, or None."""
         keys = path.split("/")
         modules = ["/".join(keys[:end]) for end in range(1, len(keys))]
         return next((rule.value for rule in reversed(self.precision) if any(map(rule.matches, modules))), None)

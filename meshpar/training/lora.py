@@ -267,7 +267,7 @@ def _by_names(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Add the output of the pair to the output of a layer."""
+    """Return `y`, the output of a layer, plus the scaled product x A B of its pair."""
     num_in, num_lead = a.ndim - 1, x.ndim - a.ndim + 1
     shape = (*x.shape[:num_lead], *b.shape[1:])
     reason = f"for x {list(x.shape)}, its output is {list(y.shape)}: its matrix is multiplied outside of the layer"

@@ -43,7 +43,7 @@ def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:
 def _of_columns(
     step: StepSpec, decision: Decision, width: int, sum_axes: set[str], column_axes: set[str]
 ) -> Iterator[ExpectedCollective]:
-    """Yield the collectives for scales of columns. They run in the forward pass and in its recomputation."""
+    """Yield the collectives for scales of `width` columns. They run in the forward pass and in its recomputation."""
     stack, tensor = decision.leaf.num_layers, set(step.tensor_axes)
     runs, recomputed, slices = stack * step.accumulate, step.recomputed(stack), step.slices(stack)
     required = stack > 1 and decision.leaf.names is not None  # XLA may gather other weights before it computes scales

@@ -232,11 +232,11 @@ class StepSpec:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def recomputed(self, stack: int) -> int:
-        """Return how often the forward pass of a layer runs per micro-step, with rematerialization."""
+        """Return how often the forward pass runs per micro-step, for layers in a stack of `stack` layers."""
         return 2 if self.is_remat and stack > 1 else 1
 
     def slices(self, stack: int) -> int:
-        """Return the number of slices of the batch in which a stack of layers runs."""
+        """Return the number of batch slices on which a stack of `stack` layers runs."""
         return self.interleave if stack > 1 else 1
 
 

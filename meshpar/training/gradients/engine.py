@@ -83,6 +83,6 @@ class GradientEngine:
 
 
 def unsupported(feature: Feature, label: str) -> MeshparError:
-    """Return the error for a feature that the engine of a strategy does not support."""
+    """Return the error for a feature that the engine does not support. `label` names the strategy or option."""
     subject, requested, reason, fix = feature.value
     return problem(f"{subject} with {label}", requested, reason, fix, "unsupported-feature")

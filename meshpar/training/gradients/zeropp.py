@@ -212,7 +212,7 @@ class QuantizedGather:
     def _local_key(self, leaf: _Leaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
         """Return a PRNG key for a parameter and rank, or None if rounding is deterministic.
 
-        The values are hashed into the key, because the layers of a scan and the micro-steps share `key`.
+        The values of `x` are hashed into the key, because the layers of a scan and the micro-steps share `key`.
         """
         if not self.quantize.stochastic or leaf.exact or not leaf.gathered_axes:
             return None
