@@ -122,7 +122,7 @@ class Plans(Printed, Plain):
     """Sources of the rates, and the errors of the estimates."""
     plans: tuple[Plan, ...]
     advice: tuple[str, ...]
-    """Rules of thumb, warnings, and the recommended plan in the last line."""
+    """Lines of advice: rules of thumb, warnings, and last the recommended plan."""
     left_out: tuple[str, ...] = ()
     """Layouts that fit by estimate, but not when compiled."""
     runs: tuple[TrainingRun, ...] = ()

@@ -185,7 +185,7 @@ def describe(
     row_bytes: Callable[[str, int], int | None] | None = None,
     remat: Remat = None,
 ) -> Workload:
-    """Trace a training step. Errors of the model and the loss are not caught."""
+    """Trace a training step and return its `Workload`. Arguments as for `plan`. Errors of the model are not caught."""
     check_rows(batch, {}, 1, "examples", takes_scalars=True)
     batch = jax.tree.map(shape_of, batch)
     rows, tokens = rows_and_tokens(batch, 1)

@@ -140,7 +140,7 @@ class _Nnx:
 
 
 def _intercepted(bound: Any, through: Callable[..., Any]) -> Any:
-    """Wrap the public methods of a newly bound module and of all its submodules."""
+    """Pass each call of a public method of a newly bound module, or of a submodule, to `through`."""
     for _, module in nnx.iter_modules(bound):
         wrap_methods(module, through, _public_methods(type(module)))
     return bound
