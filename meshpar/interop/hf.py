@@ -165,7 +165,7 @@ def describe(folder: Path) -> Described:
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     """Translate a parsed config.json."""
-    if document.get("model_type") in WRAPPERS:
+    if str(document.get("model_type")) in WRAPPERS:
         text_config = document.get("text_config")
         if not isinstance(text_config, Mapping):
             raise bad_value(where, "text_config", text_config, "it must be an object", code="wrong-type")

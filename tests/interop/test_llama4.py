@@ -66,3 +66,5 @@ def test_config_fields_of_releases():
 def test_text_config_must_be_an_object():
     with raises("wrong-type"):
         described({"model_type": "llama4", "text_config": None})
+    with raises("unsupported-feature"):
+        described({"model_type": ["llama4"]})
