@@ -73,7 +73,6 @@ class JsonlWriter(Hook):
             self._file = None
 
     def _open(self, lines: Sequence[bytes]) -> None:
-        """Write these lines to the file, and open it for appending."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._path, b"".join(lines))
         descriptor = open_no_link(self._path, os.O_WRONLY | os.O_APPEND)

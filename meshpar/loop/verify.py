@@ -309,7 +309,6 @@ class _Verifier:
         return SearchSpace(sizes=sizes, rows=self.batch_size, seq_len=self._seq_len, num_layers=num_layers)
 
     def _axes(self) -> list[str]:
-        """Return the mesh axes that this model supports."""
         axes = {axis for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}
         names = {name for leaf in self._leaves for name in leaf.names or ()}
         supported = {"expert": "expert" in names, "stage": "layers" in names and not self.left_out,
@@ -405,7 +404,6 @@ class _Verifier:
     def _check_restart(
         self, context: str, folder: Path, setup: Setup, step: TrainStep, expected: Sequence[_StepResult], limit: float
     ) -> None:
-        """Compare the steps after a restart from a checkpoint of step 1."""
         with Checkpoints(folder) as checkpoints:
             restored = checkpoints.restore(setup)
         assert restored is not None
@@ -480,7 +478,6 @@ class _Verifier:
 
 
 def _features(case: Case) -> Iterator[str]:
-    """Yield the features of a layout: axes, options, parallelisms and their arguments."""
     yield from (axis for axis, size in case.mesh.items() if size > 1)
     yield from (f"{name}={value}" for name, value in case.options.items())
     for part in case.strategy.parts:
@@ -495,8 +492,6 @@ def _replace(part: Parallelism, values: Mapping[str, Any]) -> Parallelism:
 
 
 def _record_gradients() -> optax.GradientTransformation:
-    """Return a transformation that records the gradients in its state and passes them on."""
-
     def init(params: PyTree) -> PyTree:
         return jax.tree.map(jnp.zeros_like, params)
 

@@ -91,7 +91,6 @@ class Memo:
         self._results: dict[Any, Any] = {}
 
     def __call__(self, key: Any, make: Callable[[], Of]) -> Of:
-        """Return the cached result for a key, or compute it."""
         if key not in self._results:
             try:
                 self._results[key] = make()

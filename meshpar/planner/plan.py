@@ -455,7 +455,6 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
 
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
-    """Yield a note for each estimate whose error is larger than expected."""
     estimate = found.memory.peak_bytes
     if abs(estimate / peak - 1) > SEARCH.memory_error:
         yield f"peak memory: estimated {human_bytes(estimate)}, compiled {human_bytes(peak)}"

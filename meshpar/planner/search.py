@@ -491,7 +491,6 @@ def _shards_params(part: Parallelism) -> bool:
 
 
 def _spec(sizes: Mapping[str, int], *, min_size: int = 2) -> MeshSpec:
-    """Return the mesh with the axes of at least this size."""
     arguments: dict[str, Any] = {axis: size for axis, size in sizes.items() if size >= min_size}
     return MeshSpec(**arguments)
 

@@ -453,7 +453,6 @@ def _checked_dim_rule(key: str, value: Any, where: str = "") -> DimRule:
 
 
 def _is_axes(value: Any) -> bool:
-    """Return whether a value is a tuple of different mesh axes."""
     is_tuple = isinstance(value, tuple) and bool(value) and all(isinstance(axis, str) for axis in value)
     return is_tuple and len(set(value)) == len(value)
 

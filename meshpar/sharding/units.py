@@ -78,7 +78,6 @@ def parse_count(text: str | float, where: str) -> int:
 
 
 def _scaled(match: re.Match[str] | None, prefixes: dict[str, float]) -> float | None:
-    """Return the number in a match, scaled by the prefix, or None without a number."""
     try:
         return None if match is None else float(match.group(1)) * prefixes[match.group(2)]
     except ValueError:

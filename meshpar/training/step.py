@@ -100,7 +100,6 @@ class _Program:
         return self._programs[setup], batch
 
     def _may_constrain_outputs(self, setup: Setup) -> bool:
-        """Return whether the step may constrain outputs of modules, if the model does not constrain its activations."""
         return setup.model.kind != "functions" and _may_move_activations(setup)
 
     @apart()

@@ -186,7 +186,6 @@ def _is_latent(decision: Decision) -> bool:
 
 
 def _width(decision: Decision) -> int:
-    """Return the width of the residual stream from the shape of a weight."""
     names, shape = decision.leaf.names, decision.leaf.shape
     if names is not None and "embed" in names:
         return shape[names.index("embed")]

@@ -266,8 +266,6 @@ def _at(tree: PyTree, path: Path) -> Any:
 
 
 def _linen_remat(path: str, context: Any, policy: Any, within: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of a Linen module that the backward pass recomputes."""
-
     def run(module: Any) -> Any:
         with nn.override_named_call(True):
             out = context.orig_method.func(module, *args, **kwargs)
