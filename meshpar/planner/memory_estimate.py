@@ -129,7 +129,7 @@ def residual_row_bytes(placed: Placed) -> float:
 
 
 class _WeightBytes(NamedTuple):
-    """Bytes that do not depend on the number of examples of a micro-step."""
+    """Bytes of weights and gradients on a device. They do not depend on the number of examples of a micro-step."""
 
     sums: int
     """Accumulated gradients, and the layers' gradients of a micro-step."""

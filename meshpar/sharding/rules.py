@@ -99,7 +99,7 @@ class InTurn(First):
     """
 
     lines: tuple[int, ...] = ()
-    """The position in the list, for each alternative."""
+    """Position of each alternative in the list of logical axis rules."""
 
     def __repr__(self) -> str:
         return f"in_turn({', '.join(f'{n}: {x!r}' for n, x in zip(self.lines, self.alternatives, strict=True))})"

@@ -280,8 +280,8 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
 
     Returns:
       `evaluate(state, batch) -> metrics`. The state is not donated. Metrics are device scalars: `loss`, the loss
-      function's own, and `loss_weight`, the weight of this batch in the mean over several batches: the total weight of
-      a `MeanLoss`, otherwise the number of examples.
+      function's own, and `loss_weight`. This is the weight of the batch in a mean over several batches: the total
+      weight of a `MeanLoss`, otherwise the number of examples.
 
     Raises:
       MeshparError: as for `train_step`.
