@@ -627,7 +627,7 @@ def _check_ring_options(
     check_cases(where, f"use scale={scale!r}", "wrong-type", (is_wrong, reason, "use a number, or scale the queries"))
     if order == "zigzag":
         check_two_chunks(where, length, 1)
-    case = kernel is not None and used, "tile kernels do not support them", "leave out the kernel"
+    case = kernel is not None and used, "tile kernels do not support these options", "leave out the kernel"
     check_cases(where, f"use a kernel with {used}", "unsupported-feature", case)
     is_wrong, reason = "window" in used and not causal, "a window ends at the query's position, like the causal mask"
     check_cases(where, "use a window with causal=False", "conflict", (is_wrong, reason, "leave out one of them"))
@@ -645,7 +645,7 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
     )  # fmt: skip
     check_divides(where, shapes, q.shape[2], k.shape[2], "use a multiple of the key/value heads as query heads")
     is_floating = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)
-    check_cases(where, shapes, "wrong-dtype", (not is_floating, "they must have one floating dtype", "cast them"))
+    check_cases(where, shapes, "wrong-dtype", (not is_floating, "the dtypes must be equal and floating", "cast them"))
     for size in window.sizes if isinstance(window, WindowChoice) else (window,):
         if size is not None:
             check_positive_int(where, "a number of positions", window=size)
@@ -657,6 +657,6 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
     if segments is not None:
         dtype, shape, fix = jnp.result_type(segments), jnp.shape(segments), "use one integer per position"
         requested, reason = f"use segments {dtype}{list(shape)}", f"q has batch and positions {list(q.shape[:2])}"
-        case = not jnp.issubdtype(dtype, jnp.integer), "they must be integers", fix
+        case = not jnp.issubdtype(dtype, jnp.integer), "segments must be integers", fix
         check_cases(where, requested, "wrong-dtype", case)
         check_cases(where, requested, "wrong-shape", (shape != q.shape[:2], reason, fix))

@@ -40,12 +40,13 @@ def ranks_of(kernel: str, axis: Axis) -> int:
     except NameError:
         mesh = jax.sharding.get_abstract_mesh()
     unknown = next(name for name in names if name not in mesh.manual_axes)
-    reason = f"the `shard_map` around it is manual over {', '.join(f'`{name}`' for name in mesh.manual_axes)}"
+    reason = f"the `shard_map` around the kernel is manual over {', '.join(f'`{name}`' for name in mesh.manual_axes)}"
     if not mesh.manual_axes:
         reason = "the kernel is not inside a `jax.shard_map`, so there are no ranks"
-        fix = f"call it in a function that `jax.shard_map` runs on a mesh with the axis `{unknown}`"
+        fix = f"call the kernel in a function that `jax.shard_map` runs on a mesh with the axis `{unknown}`"
     else:
-        fix = f"add `{unknown}` to its axis_names" if unknown in mesh.axis_names else near(unknown, mesh.manual_axes)
+        add_axis = f"add `{unknown}` to the axis_names of the `shard_map`"
+        fix = add_axis if unknown in mesh.axis_names else near(unknown, mesh.manual_axes)
     raise problem(kernel, f"run over mesh axis `{unknown}`", reason, fix, "unknown-axis")
 
 

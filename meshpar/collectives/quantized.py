@@ -170,7 +170,7 @@ def _restored(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 def encoded(parts: Float[Array, "... c"], dtype: str, block: int, key: jax.Array | None) -> UInt8[Array, "... q"]:
     """Quantize each part to bytes: first the values, then the scales.
 
-    XLA:CPU would convert 8-bit floats to a wider dtype before sending them, so the message has dtype uint8.
+    The message has dtype uint8, because XLA:CPU does not send bytes in a wider dtype.
     """
     number = FORMATS[dtype]
     values, scales = _quantized(_in_blocks(parts, block), number, key)

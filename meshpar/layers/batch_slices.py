@@ -129,7 +129,7 @@ def _constrain(x: jax.Array, *entries: Any) -> jax.Array:
 
 def _slice(x: jax.Array, count: int) -> list[jax.Array]:
     where, requested = f"train_step(interleave={count})", f"divide x of shape {x.shape} into slices of the batch"
-    case = x.ndim == 0, "it is a scalar", "make the batch the first dim of all leaves"
+    case = x.ndim == 0, "x has a scalar leaf", "make the batch the first dim of all leaves"
     check_cases(where, requested, "wrong-shape", case)
     axes, shards = _batch_axes(x)
     fix = f"use a multiple of {shards * count} examples per micro-step, or interleave=1"

@@ -106,7 +106,7 @@ class LossTerms:
 
     loss: MeanLoss | SumLoss | EqualMean | ScalarLoss
     added: jax.Array | float = 0.0
-    """Losses that the model reports, such as a router's. Each part counts equally."""
+    """Losses that the model reports, such as a router's. All parts of the batch have equal weight."""
     metrics: dict[str, jax.Array]
     """Metrics that the loss function returned. Integers are counts, other dtypes are means with the loss's weight."""
     reported: dict[str, jax.Array]
@@ -236,7 +236,7 @@ def normalizer_of(
     closed, (_, out) = jax.make_jaxpr(traced, return_shape=True)(args, part, keys[0])
     if isinstance(out.loss, ScalarLoss):
         requested = f"evaluate the loss function on {num_parts} parts of the batch"
-        reason = "it returns a scalar, and the mean of the means of unequal parts is not the mean of the batch"
+        reason = "the loss is a scalar, and the mean of the means of unequal parts is not the mean of the batch"
         fix = (
             "return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics` (or mp.SumLoss(losses.sum())); or, "
             f'for a mean over examples that count the same, write `train_step(..., loss_is="{MEAN_OVER_EXAMPLES}")`'
@@ -256,8 +256,8 @@ def normalizer_of(
     num_args = len(jax.tree.leaves(args))
     if any(reads[:num_args]):
         requested = "sum the weights of all parts before their losses are computed"
-        reason = "it depends on the model's parameters, variables or outputs"
-        fix = "compute it from the batch and the key only, or add it to the batch"
+        reason = "the weight depends on the model's parameters, variables or outputs"
+        fix = "compute the weight from the batch and the key only, or add it to the batch"
         raise problem(f"MeanLoss.weight, under {where}", requested, reason, fix, "unsupported-feature")
 
     def weight_of(rows: PyTree, key: jax.Array) -> jax.Array:

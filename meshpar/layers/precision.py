@@ -236,7 +236,7 @@ def matmul_here() -> str | None:
 def check_wide(where: str, what: str, fix: str) -> None:
     """Check that the module does not request 8-bit matmuls, for kernels that do not support them."""
     requested = f"compute {what} in 8 bits for Precision(matmul={(word := matmul_here())!r})"
-    check_cases(where, requested, "unsupported-feature", (word is not None, "its kernel has no 8-bit matmuls", fix))
+    check_cases(where, requested, "unsupported-feature", (word is not None, "the kernel has no 8-bit matmuls", fix))
 
 
 def check_narrow(word: str, dtype: Any) -> None:

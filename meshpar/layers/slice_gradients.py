@@ -180,7 +180,7 @@ class _Program:
         """Rewritten jaxprs by the id of the call, with twins for all results."""
 
     def twin(self, x: Any) -> Any:
-        """Return the twin of a variable, or None."""
+        """Return the variable with the unrounded value of x, or its partial sums per rank. None if there is none."""
         if isinstance(x, Literal) or x not in self.source or not jnp.issubdtype(x.aval.dtype, jnp.floating):
             return None
         if x not in self._twins:

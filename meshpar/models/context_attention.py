@@ -180,7 +180,7 @@ def _scattered_axes(q_BTHD: Array) -> tuple[str, ...]:
     if num_heads % num_ranks:
         divisors = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
         where, reason = f"attention with {num_heads} query heads", f"{num_heads} is not a multiple of {num_ranks}"
-        requested = f"scatter them over {' × '.join(f'`{axis}` ({_num_ranks((axis,))})' for axis in axes)}"
+        requested = f"scatter the heads over {' × '.join(f'`{axis}` ({_num_ranks((axis,))})' for axis in axes)}"
         fix = f"use {', '.join(divisors)} devices, or context_parallel(), which supports any number of heads"
         raise problem(where, requested, reason, fix, code="indivisible")
     return axes

@@ -145,7 +145,7 @@ _reduced_first.defvjp(
 def logits(h_BTE: Array, matrix: Array, vocab_dim: int) -> Array:
     """Return logits computed with the kernel of the output layer, or with the embedding table if `vocab_dim` is 0.
 
-    The table is all-gathered over its width, as for the lookup. A kernel promotes the dtype as in Flax's layers.
+    The table is all-gathered over its width, as in `embed`. A kernel promotes the dtype as in Flax's layers.
     """
     if vocab_dim == 0:
         matrix, dtype = gathered_table(matrix), h_BTE.dtype

@@ -48,7 +48,7 @@ def next_token_loss(
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
         fix = "add both, int32 [batch, positions] each, or write a custom loss: (model, batch, key) -> (loss, metrics)"
         requested = "read `inputs` and `targets` from the batch"
-        raise problem("next_token_loss", requested, f"it has {found or 'no arrays'}", fix, code="not-found")
+        raise problem("next_token_loss", requested, f"the batch has {found or 'no arrays'}", fix, code="not-found")
     logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
         losses_of = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy

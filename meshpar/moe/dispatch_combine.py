@@ -142,7 +142,7 @@ def dispatch(
         KERNEL, f"combine implementation={implementation!r}, {axis=}, {capacity=}, {bound_factor=}", "conflict",
         (capacity is not None and bound_factor is not None, "the capacity is the limit", "leave out bound_factor"),
         (capacity is not None and needs_dropless, in_full, "use implementation='auto', or leave out the capacity"),
-        (implementation in TWO_LEVELS and not is_pair, "it needs two mesh axes", 'pass axis=("outer", "inner")'),
+        (implementation in TWO_LEVELS and not is_pair, "two levels need two axes", 'pass axis=("outer", "inner")'),
         (nodes_per_token and not is_node_first, "only node-first limits the nodes", "leave out nodes_per_token"),
     )  # fmt: skip
     is_wrong = implementation == "ragged" and choice.platform_of_mesh() not in (None, *GPUS)

@@ -109,8 +109,8 @@ class Shape(NamedTuple):
     def exchange_counts(self, counts: jax.Array) -> jax.Array:
         """int32 [N to, c] -> [N from, c]: send row r of the counts to rank r.
 
-        It is an all-to-all because XLA would combine the all-gathers of different batch slices (`interleave`) and
-        chunks. Each would then wait for the counts of the others before sending rows.
+        XLA would combine all-gathers of different batch slices (`interleave`) and chunks. Each would then wait for the
+        counts of the others before sending rows. Therefore the counts are sent in an all-to-all.
         """
         with jax.named_scope("counts"):
             return counts if self.num_ranks == 1 else lax.all_to_all(counts, self.axis, 0, 0)
@@ -131,7 +131,7 @@ class Arrived(NamedTuple):
     """Movement of rows from the order of arrival to the order of experts."""
     stats: Dispatched
     across: Arrived | None = None
-    """Node-first only: the exchange across nodes. Its rows were then forwarded inside the node."""
+    """Node-first only: the rows that arrived from other nodes, before they were forwarded inside the node."""
 
 
 class Capacity(NamedTuple):

@@ -212,11 +212,11 @@ def grouped_swiglu(
     hidden = jax.ShapeDtypeStruct((num_rows, up.shape[2]), up.dtype)
     for operand, weight in ((rows, gate), (rows, up), (hidden, down)):
         _check_operands(operand, weight, group_sizes)
-    case = gate.shape != up.shape, "their products are multiplied elementwise", "use the same shape for both"
+    case = gate.shape != up.shape, "the products with both are multiplied elementwise", "use the same shape for both"
     check_cases(SWIGLU, f"use gate {gate.shape} with up {up.shape}", "wrong-shape", case)
     options = _Options.of(rows, implementation, block, typical_rows, activation)
     shapes = [up.shape[:3:2]] * 2 + [down.shape[:3:2]]
-    case = biases is not None and [x.shape for x in biases] != shapes, f"they must be {shapes}", "pass such arrays"
+    case = biases is not None and [x.shape for x in biases] != shapes, f"shapes must be {shapes}", "pass such arrays"
     check_cases(SWIGLU, f"use biases {[x.shape for x in biases or ()]}", "wrong-shape", case)
     is_even = _is_even(group_sizes, num_rows) and options.fp8_recipe is None
     is_adapted = any(isinstance(weight, Adapted) for weight in (gate, up, down))

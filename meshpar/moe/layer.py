@@ -265,7 +265,7 @@ class _WeightAxes:
 
 
 class _LayerAxes(NamedTuple):
-    """Mesh axes with at least two ranks, by the dim that they shard. All are empty on a single device."""
+    """Mesh axes with at least two ranks, grouped by use. All groups are empty on a single device."""
 
     manual: tuple[str, ...] = ()
     """Axes of the layer's own `shard_map`."""
@@ -381,8 +381,8 @@ def _check_expert_axes(
     case = num_local != num_experts and not is_shard, reason, fix
     check_cases("moe_layer", f"use {num_local} of {num_experts} experts", "wrong-shape", case)
     missing = sorted(set(experts) - batch)
-    reason = f"tokens are replicated over {missing}, so the ranks along it would all send the same tokens"
-    case = 0 < len(missing) < len(experts), reason, "add it to the rule for `batch`, as the presets do"
+    reason = f"tokens are replicated over {missing}, so all ranks along this axis would send the same tokens"
+    case = 0 < len(missing) < len(experts), reason, f"add {missing} to the rule for `batch`, as the presets do"
     check_cases("moe_layer", f"dispatch tokens over {experts}", "conflict", case)
 
 
@@ -397,10 +397,10 @@ def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, 
     where = "moe_layer"
     check_config(where, config)
     check_array(where, "x", x, "B T d")
-    case = not x.size, "it has no tokens", "pass a larger batch"
+    case = not x.size, "x has no tokens", "pass a larger batch"
     check_cases(where, f"use x of shape {x.shape}", "wrong-shape", case)
     fix = "pass moe.Weights(router=..., gate=..., up=..., down=...)"
-    case = not isinstance(weights, Weights), "they must be a moe.Weights", fix
+    case = not isinstance(weights, Weights), "the weights must be a moe.Weights", fix
     check_cases(where, f"use weights of type {type(weights).__name__}", "wrong-type", case)
     for name, dims in (("router", "d E"), ("gate", "..."), ("up", "..."), ("down", "...")):
         check_array(where, name, getattr(weights, name), dims)

@@ -90,7 +90,7 @@ class Routing:
             "an expert compares all tokens, so the choice for a token depends on later tokens: the training loss leaks "
             "future tokens, and decoding token by token gives other results"
         )
-        no_leak = 'use choice="token", causal=False if the model sees full sequences, or force=True to do it anyway'
+        no_leak = 'use choice="token", causal=False if the model sees full sequences, or force=True to allow the leak'
         each_chooses, by_token = f"each expert chooses tokens·{k}/{num_experts} tokens", self.choice == "token"
         check_cases(
             f'Routing(choice="{self.choice}")', f"use top_k={k} with normalize={self.normalize}", "conflict",

@@ -140,7 +140,7 @@ def check_key(key: Any) -> None:
     if key is not None and not is_typed and not (dtype == np.uint32 and len(shape) == 1):
         where = f"pipeline PRNG key, {type(key).__name__} of shape {shape}"
         fix = "pass jax.random.key(0), or omit it"
-        raise problem(where, "draw random numbers from it", "the key must be single", fix, code="wrong-type")
+        raise problem(where, "draw random numbers from it", "a step needs a single key", fix, code="wrong-type")
 
 
 def check_late(late: Any, schedule: Schedule) -> None:
@@ -239,8 +239,8 @@ def _check_collectives(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int
         names, primitive = eqn.params.get("axis_name", eqn.params.get("axes", ())), eqn.primitive.name
         axes = names if isinstance(names, tuple | list | frozenset | set) else (names,)
         if axis in axes and primitive not in LOCAL:
-            reason = "its ranks are the stages, which process different microbatches, or none, at the same time"
-            fix = "remove it; the executor sends results between stages and sums gradients after the loop"
+            reason = f"ranks along `{axis}` are stages, which process different microbatches, or none, at the same time"
+            fix = "remove the collective; the executor sends results between stages and sums gradients after the loop"
         elif primitive == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
             reason = (
                 "a permute synchronizes all host devices, even outside its groups, and other stages run different "

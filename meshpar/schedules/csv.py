@@ -70,7 +70,7 @@ def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
             "a cell contains a global stage, an op (F, B, I or W) and a microbatch, an overlapped F with B or I, or a "
             "communication action of torch such as SEND_F, RECV_B or UNSHARD"
         )
-        fix = "write it as `3F1` or `(5F9;5B5)OVERLAP_F_B`, or leave it empty for an idle tick"
+        fix = "write the cell as `3F1` or `(5F9;5B5)OVERLAP_F_B`, or leave it empty for an idle tick"
         raise problem(where, f"read `{cell}`", reason, fix, code="bad-syntax")
     return actions
 

@@ -80,7 +80,7 @@ def test_errors_name_a_fix(ranks, refuses):
     )  # fmt: skip
     with raises("unknown-axis") as error:
         jax.eval_shape(partly_manual, jnp.ones(4))
-    assert error.value.fix == "add `inner` to its axis_names"
+    assert error.value.fix == "add `inner` to the axis_names of the `shard_map`"
 
 
 @pytest.mark.parametrize("name", AXIS_KERNELS)
