@@ -10,7 +10,8 @@ while it is blocked.
 
 Loop bodies are simulated once, with empty streams at their start and end, and their times are multiplied by the trip
 count. Loops with collectives start when the communication stream is free, because XLA's scheduler does not move
-collectives across them either. Conditionals use their longest branch.
+collectives across them either. Conditionals use their longest branch. A choice of attention windows, which depends
+on the layer, uses the mean of its branches.
 
 The tick loop of a pipeline is simulated per stage: ticks run the slots of the schedule's table, and receivers block
 until their message arrives. Times are then averages over stages, and the time that stages are blocked is the bubble.
@@ -26,10 +27,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
+from meshpar.collectives.attention import window_shares
 from meshpar.hardware.clusters import Cluster, Rates
 from meshpar.hardware.cost_model import KINDS, collective_link, collective_time_s
 from meshpar.inspect import source_scopes as scopes
@@ -317,7 +320,12 @@ class _Simulation:
             names = branches(computation, ins)
             names = names[self._choice[ins.name] :][:1] if ins.name in self._choice else names
             blocks = [self.block(self._module.computations[name]) for name in names] or [_ComputationRun()]
-            self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
+            shares = window_shares(ins.metadata.op_name)
+            if shares is not None and len(shares) == len(blocks):
+                mean = _mean(blocks, shares)
+                block.computed(ins, "matmul" if mean.cover == "matmul" else "kernel", self._repeat(block, mean, 1))
+            else:
+                self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
             block.finish(block.pending.pop(_started_by(computation, ins), []))
         elif collectives := list(self._communicates(computation, ins, MAX_HOPS)):
@@ -448,6 +456,15 @@ class _Simulation:
             members = (Counter(device // self._cluster.gpus_per_node for device in group) for group in groups)
             self._layouts[groups] = {(len(nodes), min(nodes.values())) for nodes in members}
         return self._layouts[groups]
+
+
+def _mean(blocks: Sequence[_ComputationRun], shares: Sequence[Fraction]) -> _ComputationRun:
+    """Return the mean of branches that are taken in these shares of the layers."""
+    mean = _ComputationRun(cover=_better(*(block.cover for block in blocks)))
+    for block, share in zip(blocks, map(float, shares), strict=True):
+        mean.duration_s += share * block.duration_s
+        mean.add(block, share)
+    return mean
 
 
 def _leading_to(module: Module, names: set[str]) -> set[str]:

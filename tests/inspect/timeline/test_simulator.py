@@ -290,6 +290,25 @@ slow {{
     check(found)
 
 
+def test_choice_of_windows_takes_the_mean_of_its_branches():
+    branches = f"""
+near {{
+  x = f32[125000] parameter(0)
+  ROOT {work_()}
+}}
+far {{
+  x = f32[125000] parameter(0)
+  ROOT r = f32[125000] bitcast(x)
+}}
+""".replace("(h)", "(x)")
+    body = "c = s32[] constant(0)\nROOT r = f32[125000] conditional(c, h, h), branch_computations={near, far}"
+    longest = clock(body, branches)
+    mean = clock(body + ', metadata={op_name="layers/windows_1_3/cond"}', branches)
+    assert longest.step_s > 0
+    assert mean.step_s == pytest.approx(longest.step_s / 4)
+    check(mean)
+
+
 def test_call_runs_inline():
     called = f"inner {{\n  h = f32[125000] parameter(0)\n  ROOT {work_()}\n}}"
     found = clock("\n".join([start(), "c = f32[125000] call(h), to_apply=inner", f"ROOT {done()}"]), called)
