@@ -159,7 +159,7 @@ def _token_boundary(text: str, tokenizer: Tokenizer) -> int:
 
 
 def _is_token_boundary(left: str, right: str, tokenizer: Tokenizer) -> bool:
-    """Return whether `left` and `right` have tokens, and tokenize separately to the tokens of `left + right`."""
+    """Return whether the tokens of `left + right` are those of `left` and then those of `right`, both nonempty."""
     together, *separate = tokenizer.encode_many([left + right, left, right])
     return all(map(len, separate)) and np.array_equal(together, np.concatenate(separate))
 

@@ -421,7 +421,7 @@ def _matched(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
 
 
 def _missing(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
-    """Yield an entry for the expected arrays that the program does not send, in their cheapest lowering."""
+    """Yield entries for the expected arrays that the program does not send, as the cheapest collectives for them."""
     expected = match.expected
     for kind, axes, elements in expected.forms(dict(sizes)):
         num_missing = match.num_missing(axes)

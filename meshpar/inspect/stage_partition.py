@@ -101,7 +101,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
 
 
 def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """Return the local shape of an array. Only the result of a sharding constraint is sharded."""
+    """Return the shape of an array on one device: smaller than `x` only if a sharding constraint produced it."""
     producer = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
     dims = list(x.aval.shape)
     if producer is not None and producer.primitive.name == "sharding_constraint":

@@ -310,5 +310,5 @@ def tensors(*rows: Row) -> Callable[[TransformerConfig], list[WeightMapping]]:
 
 
 def biases(cfg: TransformerConfig) -> tuple[Row, ...]:
-    """Return the table rows of the biases of the attention."""
+    """Return the rows of the tensor table for the biases of attention."""
     return QKV_BIASES * cfg.qkv_bias + OUT_BIAS * cfg.out_bias

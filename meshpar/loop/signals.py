@@ -66,7 +66,7 @@ class Watch:
         self._grace_s, self._has_work = grace_s, has_work
 
     def release(self) -> None:
-        """End `hold`, after the save. Outside commands, the previous handlers are restored."""
+        """Stop holding signals back, after the save. If no command of meshpar runs, restore the previous handlers."""
         if self.command:
             self._has_work = None
         else:

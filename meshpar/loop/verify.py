@@ -118,7 +118,7 @@ class Verified(Plain):
     outcomes: tuple[Outcome, ...]
     """The result of each layout, in order."""
     smallest: Outcome | None
-    """The smallest layout that differs, or None."""
+    """The smallest layout whose results differ from the single-device run, or None."""
     seed: int
     tolerance: float
     dtype: str

@@ -145,7 +145,7 @@ def _decoding_layout() -> Iterator[None]:
     context = ambient()
     if context is None:
         fix = "call it inside `with mp.use_rules(mesh, strategy):`"
-        raise problem("generate", "run the model", "no mesh and rules are active", fix, code="not-found")
+        raise problem("generate", "run the model", "no mesh or rules are active", fix, code="not-found")
     batch = Leaf(path="batch", shape=(context.mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     axes = resolve(batch, context.rules, context.mesh).spec[0]
     with use_rules(context.mesh, context.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):

@@ -38,7 +38,7 @@ class Order(NamedTuple):
 
 
 def by_expert(experts: jax.Array, num_experts: int) -> Order:
-    """Sort assignments `[T, k]` by expert, stably. Unassigned elements (expert index E) get no position."""
+    """Return the stable order of the assignments `[T, k]` by expert. Elements with expert index E get no position."""
     assignments = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     index = jnp.arange(experts.size, dtype=jnp.int32)
     positions = jnp.zeros_like(assignments).at[assignments].set(index, unique_indices=True).reshape(experts.shape)

@@ -48,9 +48,9 @@ class ExpertPlacement:
 def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1) -> ExpertPlacement:
     """Assign E / num_ranks experts to each rank, so that the load of the busiest rank is small.
 
-    Two placements are compared: the present one, and one that assigns the experts in order of decreasing load, each
-    to the rank with the smallest load that has a free position. In both, experts of two ranks are swapped as long as
-    that balances the loads. No expert moves unless the largest load decreases, and ranks are numbered such that many
+    Two placements are compared: the order of `loads`, and one that assigns the experts in order of decreasing load,
+    each to the rank with the smallest load that has a free position. In both, experts of two ranks are swapped as long
+    as that balances the loads. No expert moves unless the largest load decreases, and ranks are numbered such that many
     experts stay.
 
     Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).

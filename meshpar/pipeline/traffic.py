@@ -51,7 +51,7 @@ class StageTraffic:
 
 
 def traffic(schedule: Schedule) -> StageTraffic:
-    """Return the counts of a schedule."""
+    """Count the operations and messages of each stage in a schedule."""
     has_op = schedule.table[..., 0] >= 0
     part = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
     sends = schedule.slots().sends

@@ -242,10 +242,10 @@ class StageLoad:
 
 @functools.lru_cache(maxsize=256)
 def stage_load(pipeline: Pipeline) -> StageLoad:
-    """Return the load of a schedule.
+    """Return the number of live buffers on the busiest stage of a schedule.
 
-    With more than `3 * stages` microbatches, only GPipe needs more buffers. Longer schedules are therefore replaced by
-    schedules of this length.
+    Beyond `3 * stages` microbatches, only GPipe needs more buffers. The other schedules are therefore computed for at
+    most this number.
     """
     count = pipeline.microbatches
     is_long = count > 3 * pipeline.stages and pipeline.schedule != "gpipe" and "." not in pipeline.schedule

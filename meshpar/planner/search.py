@@ -286,7 +286,10 @@ class Search:
         available_bytes: np.ndarray,
         shards: Callable[..., Any],
     ) -> Any:
-        """Return the time of the matmuls with the fastest remat policy. With stages, its activations must fit."""
+        """Return the time of the matmuls with the fastest remat policy.
+
+        For pipelines, only policies whose activations fit in memory are considered.
+        """
         work, spec = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
         policies = sorted(self.policies, key=work.flops.__getitem__, reverse=True)
         floors = {remat: self.clock.floor_s(work, remat) for remat in policies}

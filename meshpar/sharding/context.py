@@ -160,7 +160,7 @@ def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> Partitio
     if context is None:
         where = f"constrain(x of shape {x.shape}, {', '.join(map(repr, names))})"
         fix = "call the model inside `with mp.use_rules(mesh, strategy):`, as train_step and eval_step do"
-        raise problem(where, "shard an activation", "no mesh and rules are set", fix, code="not-found")
+        raise problem(where, "shard an activation", "no mesh or rules are set", fix, code="not-found")
     leaf = Leaf(path=f"activation {'×'.join(str(n) for n in names)}", shape=x.shape, dtype=x.dtype, names=names)
     spec, manual = resolve(leaf, context.rules, auto_sizes(context)).spec, _manual_axes(context)
     return without_axes(spec, manual) if manual else spec

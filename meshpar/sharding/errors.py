@@ -126,9 +126,9 @@ def near(word: str, options: Iterable[Any]) -> str:
 
 
 def near_or(word: str, options: Iterable[Any], otherwise: str, *, list_known: bool = True) -> str:
-    """Return the hint of `near`, followed by the fix `otherwise` in case the word is not a typo.
+    """Return "did you mean ...? If not, `otherwise`", or only `otherwise` if no option is similar to the word.
 
-    Set `list_known` to False if the message already lists the known words.
+    Without a similar option, the known words are appended, unless `list_known` is False.
     """
     hint = near(word, options)
     if hint.endswith("?"):

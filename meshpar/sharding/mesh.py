@@ -63,7 +63,8 @@ class MeshSpec(Mapping[str, int]):
                 raise problem(f"MeshSpec axis `{name}`", "add a custom axis", reason, fix, code="unknown-axis")
             if not is_int(size, -1) or size == 0:
                 reason = "a size is a positive integer, or -1 for the remaining devices"
-                fix = f"write {name}=4, or leave out {name}"
+                text = str(size).removesuffix(".0")
+                fix = f"write {name}={text if text.isdigit() and int(text) else 4}, or leave out {name}"
                 raise problem(f"MeshSpec axis `{name}`", f"have size {size!r}", reason, fix, code="not-an-int")
         order = (*AXES[:-1], *(name for name in sizes if name not in AXES), AXES[-1])
         all_sizes = {name: int(sizes.get(name, 1)) for name in order}

@@ -185,7 +185,7 @@ class Rules:
         `Precision.compute`.
       remat: path pattern of modules to the values that the backward pass does not recompute, as in
         `train_step(remat=...)`. None saves everything. Nested modules with rules are recomputed once for each rule.
-      inputs: path pattern of batch leaves whose first dim is not the common batch size, to one of two values. "batch":
+      inputs: dict from path patterns to a value, for batch leaves whose first dim is not the batch size. "batch":
         the first dim is sharded and divided into micro-steps like the batch (nodes and edges of a graph).
         `replicated`: all devices and micro-steps receive the full leaf.
       **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated`, or None for an unsharded dim.
@@ -621,7 +621,9 @@ def _shard_largest(
     largest = rules.largest
     if largest is None or leaf.nbytes < largest.min_bytes:
         return "", []
-    count = math.prod(_size_of(axis, leaf, 0, f"{largest.origin}: largest dim", sizes) for axis in largest.axes)
+    count = math.prod(
+        _size_of(axis, leaf, 0, f"{largest.origin}, which shards the largest dim", sizes) for axis in largest.axes
+    )
     is_free = not any(axis in spec_axes(entry) for axis in largest.axes for entry in entries)
     dims = [dim for dim, size in enumerate(leaf.shape) if dim >= start and size and size % count == 0 and is_free]
     if not dims:
@@ -715,7 +717,7 @@ def fewer_devices(size: int, axes: Mapping[str, int]) -> str:
     sharding = {axis: count for axis, count in axes.items() if count > 1}
     axis, count = next(iter(sharding.items()), ("", 1))
     divisor = math.gcd(size, count)
-    return f"give `{axis}` {divisor} of its {count} devices" if len(sharding) == 1 and 1 < divisor < count else ""
+    return f"reduce `{axis}` to {divisor}" if len(sharding) == 1 and 1 < divisor < count else ""
 
 
 def _size_of(axis: str, leaf: Leaf, dim: int, label: str, sizes: dict[str, int]) -> int:

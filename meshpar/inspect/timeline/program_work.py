@@ -162,11 +162,11 @@ def custom_calls(module: Module, cells: ScheduleCounts | None = None, *, seen: b
 
 
 def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]:
-    """Return the largest arrays that need memory next to the program's arguments and outputs, largest first.
+    """Return the largest arrays that need memory in addition to the program's arguments and outputs, largest first.
 
-    Use it to find why a program does not fit. The arrays of a tuple are separate entries. Values inside a fusion, views
-    and tuples need no memory, an in-place update (`dynamic-update-slice`) reuses its buffer, and results of the program
-    are outputs. Two entries may share memory, because lifetimes are not analyzed.
+    Use it to find why a program does not fit. The arrays of a tuple are separate entries. Views, tuples and values
+    inside a fusion need no memory. An in-place update (`dynamic-update-slice`) reuses its buffer. Results of the
+    program are outputs. Two entries may share memory, because lifetimes are not analyzed.
     """
     visited = {visit.computation.name: visit.computation for visit in executed(module) if not visit.in_fusion}
     root = module.entry.root

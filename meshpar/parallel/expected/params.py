@@ -70,8 +70,8 @@ def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> 
     """Yield a parameter's collective with counts that follow from the uses of the parameter (`step.uses`).
 
     The collective is required only if the model uses the full parameter. XLA may send slices if the model uses slices,
-    and rows if the width of a table is sharded. Ranks of `unannotated_axes` may divide the work on a small parameter
-    and on any gradient, so that only a shard is sent.
+    and rows if the width of a table is sharded. Over `unannotated_axes`, XLA may
+    divide the work on gradients and small parameters among the ranks; each rank then sends only a shard.
     """
     leaf, use = weight.leaf, step.uses.get(weight.decision.path)
     if use is None:

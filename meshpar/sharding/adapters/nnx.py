@@ -83,7 +83,7 @@ class _Nnx:
             except TypeError as error:
                 if "'rngs'" not in str(error):
                     raise
-                reason, fix = f"a module gets no `rngs`: {error}", "pass `rngs` on to its submodules"
+                reason, fix = f"a module was created without `rngs`: {error}", "pass `rngs` to all modules"
                 raise problem("from_nnx", "create the module", reason, fix, code="wrong-signature") from error
         if module is None or isinstance(module, type):
             reason = f"the function returns {'None' if module is None else f'the class {module.__name__}'}"
