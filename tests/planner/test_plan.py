@@ -935,7 +935,7 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert (code, error) == (0, "")
     on_8 = ("plan", recipe, "--cluster", "h100:1x8")
     for words, text in (
-        ((*on_8, "--set=step.accumulate=2"), "fix `step.accumulate`"),
+        ((*on_8, "--set=step.accumulate=2"), "cannot set `step.accumulate`"),
         ((*on_8, "--why-not", " "), "mesh axes are required"),
         ((*on_8, "--price", 2), "--tokens is not set"),
         (("train", recipe, "--plan", tmp_path / "none.json"), "Create the file with meshpar plan"),
