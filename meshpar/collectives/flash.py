@@ -16,7 +16,7 @@ from meshpar.collectives.kernel_checks import attention_errors
 KERNELS = ("mosaic", "triton")
 """Implementations that tokamax may use. Its fallback to XLA is excluded."""
 SCOPE = "tokamax_attention_"
-"""Prefix of the named scope of a call. The FLOPs of one of its two equally large matmuls follow."""
+"""Prefix of the named scope of a call, followed by the FLOPs of each of the two equally large matmuls."""
 _SCOPE = re.compile(rf"{SCOPE}(\d+)")
 
 
@@ -30,9 +30,9 @@ def flash_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Array:
-    """Compute causal attention on one device with tokamax; the reference is `reference.blockwise_attention`.
+    """Compute causal attention on one device with tokamax.
 
-    The arguments are those of `meshpar.models.layers.causal_attention`. Segments become a mask of T² bytes per example,
+    See `meshpar.models.layers.causal_attention` for the arguments. Segments become a mask of T² bytes per example,
     which is created in each call. Inside a `shard_map` the kernels need `check_vma=False`.
 
     Raises:
@@ -57,6 +57,6 @@ def flash_attention(
 
 
 def product_flops(scopes: str) -> int | None:
-    """Return the FLOPs of one attention matmul, parsed from an operation's scopes. None for other operations."""
+    """Return the FLOPs of an attention matmul, parsed from the scopes of an operation, or None for other operations."""
     match = _SCOPE.search(scopes)
     return int(match[1]) if match else None
