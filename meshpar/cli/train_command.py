@@ -135,6 +135,8 @@ def train(
     """
     check_writers(recipe.writers)
     screen = Screen(stream or sys.stdout)
+    if is_url(out):
+        remote.check_url(remote.join(out), f"run {out}/{recipe.name}")
     path = remote.join(out, recipe.name) if is_url(out) else Path(out) / recipe.name
     with run_folder(path, write=True, warn=screen.print) as folder:
         return _train_in(

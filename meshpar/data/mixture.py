@@ -169,7 +169,7 @@ def check_sources(data: Any, *, default: tuple[str, ...], example: str) -> None:
         files = {name: checked_files(f"`{where}.files[{name!r}]`", x, example) for name, x in files.items()}
     elif not weights:
         files = checked_files(f"`{where}.files`", files, example)
-    elif tuple(files) != default:
+    elif not isinstance(files, tuple | list) or tuple(files) not in ((), default):
         reason, fix = f"`files` is {files!r}"[:200], 'write files={"name": "path", ...}, or name the paths in `sources`'
         raise problem(f"`{where}.sources`", "use it with a list of files", reason, fix, "conflict")
     object.__setattr__(data, "files", files)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshpar.interop.block_fp8 import CONFIG_FIELD
-from meshpar.interop.fields import Field, bad_value, same, typed
+from meshpar.interop.fields import Field, bad_value, positive, same, typed
 from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.models.config import LayerKind, TransformerConfig
 from meshpar.sharding.types import is_int, near_or
@@ -173,11 +173,15 @@ def read_sliding(
 def read_no_rope(where: str, document: Mapping[str, Any], num_layers: int) -> list[int]:
     """Return 1 for the layers with rotary embeddings and 0 for the others."""
     has_rope = document.get("no_rope_layers")
-    if not has_rope:
+    if has_rope is None:
         interval = document.get("no_rope_layer_interval")
-        interval = max(typed(where, "no_rope_layer_interval", 4 if interval is None else interval, int), 1)
+        interval = positive(where, "no_rope_layer_interval", 4 if interval is None else interval)
         has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(has_rope, list) or len(has_rope) != num_layers or not all(x in (0, 1) for x in has_rope):
+    if (
+        not isinstance(has_rope, list)
+        or len(has_rope) != num_layers
+        or not all(is_int(x, 0) and x < 2 for x in has_rope)
+    ):
         raise bad_value(where, "no_rope_layers", has_rope, f"it must be a list of 0 and 1 for the {num_layers} layers")
     return has_rope
 

@@ -73,6 +73,13 @@ def typed(where: str, name: str, value: Any, kind: type) -> Any:
     return float(value) if kind is float else value
 
 
+def positive(where: str, name: str, value: Any) -> int:
+    """Return the value if it is an integer of at least 1."""
+    if typed(where, name, value, int) < 1:
+        raise bad_value(where, name, value, "it must be at least 1")
+    return value
+
+
 def same(value: object, supported: object) -> bool:
     """Return whether values are equal. In JSON, `true` differs from 1."""
     return value == supported and isinstance(value, bool) == isinstance(supported, bool)

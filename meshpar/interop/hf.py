@@ -177,7 +177,9 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
             raise bad_value(where, "rope_parameters", rope, "it must be an object", code="wrong-type")
         if isinstance(rope.get(FULL), Mapping):  # one entry for each type of layer
             local = rope.get(SLIDING) or {}
-            document["rope_local_base_freq"] = local.get("rope_theta") if isinstance(local, Mapping) else local
+            if not isinstance(local, Mapping):
+                raise bad_value(where, f"rope_parameters.{SLIDING}", local, "it must be an object", code="wrong-type")
+            document["rope_local_base_freq"] = local.get("rope_theta")
             if local and local.get("rope_type", "default") != "default":
                 raise bad_value(where, f"rope_parameters.{SLIDING}", local, "local layers have no scaled frequencies")
             rope = rope[FULL]
@@ -194,6 +196,9 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     check_known(where, document, family)
     block = read_block_shape(where, document)
     values: dict[str, Any] = {field.ours: field.read(where, document) for field in family.fields}
+    for field in family.fields:
+        if field.ours in ("embed_dim", "num_layers", "head_dim") and values[field.ours] < 1:
+            raise bad_value(where, field.theirs, values[field.ours], "it must be at least 1")
     values |= read_rope(where, document, scores="latent.kv_rank" in values)
     family.read_more(where, document, values)
     try:

@@ -39,6 +39,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_positive_int("RopeScaling", "a sequence length", original_seq_len=self.original_seq_len)
+        factors = {name: value for name, value in vars(self).items() if name != "original_seq_len"}
+        check_number("RopeScaling", "1.0", **factors)
         if self.factor < 1 or not 0 < self.low_freq_factor <= self.high_freq_factor:
             reason = "`factor` must be at least 1, and 0 < low_freq_factor <= high_freq_factor"
             raise problem("RopeScaling", f"use {self}", reason, "use the defaults: RopeScaling()", code="out-of-range")
@@ -69,7 +71,9 @@ class YarnScaling:
     (DeepSeek-V3)."""
 
     def __post_init__(self) -> None:
-        factors = {name: getattr(self, name) for name in ("rotated_factor", "score_factor", "beta_slow")}
+        factors = {
+            name: getattr(self, name) for name in ("factor", "beta_fast", "rotated_factor", "score_factor", "beta_slow")
+        }
         check_number("YarnScaling", "1.0", **factors)
         check_positive_int("YarnScaling", "a sequence length", original_seq_len=self.original_seq_len)
         check_bool("YarnScaling", "the ends of the ramp are rounded", truncate=self.truncate)
@@ -98,7 +102,10 @@ class LongRope:
         check_number("LongRope", "1.0", rotated_factor=self.rotated_factor)
         check_positive_int("LongRope", "a sequence length", original_seq_len=self.original_seq_len)
         for name in ("short_factor", "long_factor"):
-            for factor in getattr(self, name):
+            if not isinstance(factors := getattr(self, name), tuple):
+                reason, fix = "it must be a tuple with a factor for each pair of dimensions", f"use {name}=(1.0, ...)"
+                raise problem(f"LongRope({name}=...)", f"be {factors!r:.100}", reason, fix, code="wrong-type")
+            for factor in factors:
                 check_number("LongRope", "1.0 for each pair of dimensions", **{name: factor})
 
 
@@ -151,6 +158,11 @@ class QueryScaling:
         check_number("QueryScaling", "0.1", factor=self.factor)
 
 
+def _check_positions(where: str, size: int) -> None:
+    if size >= 2**31:
+        raise problem(where, f"be {size}", "positions are 32-bit integers", "use None for no limit", "out-of-range")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Attention of a kind of layer, for models whose layers differ."""
@@ -169,6 +181,8 @@ class LayerKind:
         check_bool("LayerKind", "queries and keys have rotary embeddings", has_rope=self.has_rope)
         sizes = {name: getattr(self, name) for name in ("window", "chunk") if getattr(self, name) is not None}
         check_positive_int("LayerKind", "a size", **sizes)
+        for name, size in sizes.items():
+            _check_positions(f"LayerKind({name}=...)", size)
         if self.rope_theta is not None:
             check_number("LayerKind", "10_000.0, or None", rope_theta=self.rope_theta)
 
@@ -279,6 +293,11 @@ class TransformerConfig:
         sizes += [field for field in ("vocab_chunk", "attention_window") if getattr(self, field) is not None]
         check_positive_int(where, "a size", **{field: getattr(self, field) for field in sizes})
         check_int(where, "the number of initial dense layers", num_dense_layers=self.num_dense_layers)
+        check_number(where, "1.0", positive=False, norm_offset=self.norm_offset)
+        if self.rotary_dim is not None:
+            check_positive_int(where, "the number of rotated dimensions of a head", rotary_dim=self.rotary_dim)
+        if self.attention_window is not None:
+            _check_positions(f"{where}(attention_window=...)", self.attention_window)
         factors = ("rope_linear", "embed_scale", "residual_scale", "logits_divisor")
         for field in ("rope_theta", "norm_eps", *factors, *(cap for cap in caps if getattr(self, cap) is not None)):
             check_number(where, "50.0, or None" if field in caps else "1e-5", **{field: getattr(self, field)})

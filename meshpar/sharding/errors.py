@@ -8,6 +8,7 @@ import math
 import numbers
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def check_number(where: str, example: str, *, positive: bool = True, **values: A
     """
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf or (positive and value == 0):
+        if not is_number or not 0 <= value <= sys.float_info.max or (positive and value == 0):
             reason = f"it must be a finite number {'above' if positive else 'of at least'} 0"
             raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}={example}", "out-of-range")
 

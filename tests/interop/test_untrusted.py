@@ -54,6 +54,8 @@ def moved(to: str) -> Any:
         ),
         (CONFIG, {"hidden_size": 32}, "wrong-shape", "weight`"),
         (CONFIG, {"hidden_size": "16"}, "wrong-type", "`hidden_size`"),
+        (CONFIG, {"hidden_size": -1}, "unsupported-feature", "`hidden_size`"),
+        (CONFIG, {"head_dim": 0}, "unsupported-feature", "`head_dim`"),
         (CONFIG, {"hidden_size": None}, "not-found", "`hidden_size`"),
         (CONFIG, {"num_hidden_layers": 3}, "not-found", "layers.2.input_layernorm.weight"),
         (CONFIG, {"num_hidden_layers": 10**6}, "not-found", "input_layernorm.weight"),

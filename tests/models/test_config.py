@@ -10,6 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import LatentAttention, RopeScaling, TransformerConfig, YarnScaling, llama3_8b
+from meshpar.models.config import LayerKind, LongRope
 from meshpar.moe import MoEConfig, Routing
 from tests.equal import mean_loss
 from tests.errors import raises
@@ -58,6 +59,10 @@ def test_flops_of_a_known_shape():
     [
         ({"num_layers": 0}, "not-an-int", ""),
         ({"vocab_size": 2.5}, "not-an-int", ""),
+        ({"norm_offset": float("nan")}, "out-of-range", ""),
+        ({"residual_scale": 10**400}, "out-of-range", ""),
+        ({"rotary_dim": 0}, "not-an-int", ""),
+        ({"attention_window": 2**40}, "out-of-range", "attention_window"),
         ({"mlp_dim": True}, "not-an-int", ""),
         ({"attention_window": 0}, "not-an-int", ""),
         ({"attention_cap": 0}, "out-of-range", ""),
@@ -94,6 +99,10 @@ def test_config_rejects(change, code, where):
         (RopeScaling, {"low_freq_factor": 4.1}, "out-of-range"),
         (RopeScaling, {"low_freq_factor": 0.0}, "out-of-range"),
         (RopeScaling, {"original_seq_len": 0}, "not-an-int"),
+        (RopeScaling, {"factor": float("nan")}, "out-of-range"),
+        (LongRope, {"short_factor": 1.0, "long_factor": (1.0,), "original_seq_len": 8}, "wrong-type"),
+        (LayerKind, {"window": 2**40}, "out-of-range"),
+        (YarnScaling, {"factor": "8", "original_seq_len": 8}, "out-of-range"),
         (YarnScaling, {"factor": 0.5, "original_seq_len": 8}, "out-of-range"),
         (YarnScaling, {"factor": 2.0, "original_seq_len": 8, "beta_fast": 0.5}, "out-of-range"),
         (LatentAttention, {**dataclasses.asdict(LATENT), "rope_dim": 3}, "indivisible"),

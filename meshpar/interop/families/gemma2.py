@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshpar.interop import decoder
-from meshpar.interop.fields import Field, typed
+from meshpar.interop.fields import Field, bad_value, typed
 from meshpar.models.config import LayerKind, TransformerConfig
 
 SCALAR = "query_pre_attn_scalar"
@@ -37,7 +37,9 @@ def read_layers(
         typed(where, name, default if document.get(name) is None else document[name], kind)
         for name, default, kind in (("sliding_window", 4096, int), (SCALAR, 256, float))
     )
-    decoder.set_attention_scale(values, max(scalar, 1e-9) ** -0.5)
+    if scalar <= 0:
+        raise bad_value(where, SCALAR, scalar, "it must be above 0")
+    decoder.set_attention_scale(values, scalar**-0.5)
     values |= {
         "norm_offset": 1.0, "norm_placement": "both", "activation": "gelu_tanh",
         "embed_scale": math.sqrt(values["embed_dim"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshpar.interop import decoder
 from meshpar.interop.families import gemma2
-from meshpar.interop.fields import typed
+from meshpar.interop.fields import positive, typed
 from meshpar.models.config import TransformerConfig
 
 LOCAL = "rope_local_base_freq"
@@ -18,7 +18,7 @@ def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) 
     local = document.get(LOCAL)
     local = typed(where, LOCAL, 10_000.0 if local is None else local, float)
     period = next((document[name] for name in _PERIODS if document.get(name) is not None), 6)
-    period = max(typed(where, _PERIODS[0], period, int), 1)
+    period = positive(where, _PERIODS[0], period)
     gemma2.read_layers(where, document, values, period=period, rope_theta=local)
     values["qk_norm"] = True
 
