@@ -288,7 +288,7 @@ def test_invalid_remedies_have_a_reason(planted):
     assert "8 is not a positive multiple of 16" in found["accumulate=2"].reason
     rows = {"x": jax.ShapeDtypeStruct((16, 64), np.float32)}
     of_scalar = {one.change: one for one in remedies(step, state.setup, rows, Compiler(10**12), 10**11)}
-    assert "it returns a scalar" in of_scalar["accumulate=2"].reason
+    assert "the loss is a scalar" in of_scalar["accumulate=2"].reason
     assert "the model marks no layer" in found["remat=full"].reason
     assert not any(one.fits or one.peak_bytes for one in found.values() if one.reason)
     assert not any(" + " in change for change in found)  # no combinations of invalid changes
