@@ -40,7 +40,7 @@ create_server("127.0.0.1", int(sys.argv[1]), in_memory=True).run()
 def served(package: str, *args: str) -> Iterator[str]:
     """Run a server, with the port as its last argument, and yield its address when it accepts connections."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; it is in the `dev` extra")
+        pytest.skip(f"serves buckets with {package}, which needs `pip install meshpar[dev]`")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -66,7 +66,7 @@ def test_doctor_command_shows_the_machine(meshpar, tmp_path, monkeypatch) -> Non
 
 
 def test_launch_files_set_the_variables_that_launch_reads() -> None:
-    yaml = pytest.importorskip("yaml")
+    yaml = pytest.importorskip("yaml", reason="parses a Kubernetes manifest, which needs `pip install pyyaml`")
     job = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     env = {one["name"]: one["value"] for one in spec["template"]["spec"]["containers"][0]["env"]}

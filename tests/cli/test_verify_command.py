@@ -71,7 +71,7 @@ def test_the_printed_command_reproduces_the_failure(tmp_path):
 @pytest.mark.parametrize("name", ["gpt_stdlib", "moe_stdlib", "digits_linen"])
 def test_recipes_match_a_single_device(name, tmp_path):
     if name == "digits_linen":
-        pytest.importorskip("sklearn")
+        pytest.importorskip("sklearn", reason="reads the digits, which needs `pip install meshpar[recipes]`")
     done = command(f"verify {ROOT / 'recipes' / name}.py --cases 4", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 layouts match a single device" in done.stdout

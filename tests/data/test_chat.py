@@ -12,7 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pyarrow
 import pytest
+import tokenizers
+from pyarrow import parquet
 
 import meshpar as mp
 from meshpar.cli.recipe import load_recipe
@@ -237,7 +240,6 @@ def test_records_render_tools_and_count_unused_fields(kind, tmp_path, caplog):
     records = [{"messages": chat, "tools": TOOLS, "id": number} for number, chat in enumerate(CHATS)]
     records[0]["source"], name = "web", f"records.{kind}"
     if kind == "parquet":  # structs have the fields of all records, with nulls
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         other = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "strict": True}}}]
         records[1]["tools"] = other
         parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / name)
@@ -291,8 +293,6 @@ def test_random_conversations_render_or_raise_full_errors():
 
 
 def test_parquet_with_the_template_of_a_folder(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "[UNK]": 1, "x": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

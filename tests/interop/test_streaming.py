@@ -16,7 +16,7 @@ BYTES = 3_000_000_000
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("form", ["plain", "fp8"])
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not report the memory of a process")
 def test_process_needs_its_shards_and_10_percent_more(form, tmp_path, child_env):
     folder = tmp_path / "model"
     folder.mkdir()

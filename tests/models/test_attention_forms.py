@@ -12,10 +12,12 @@ import pytest
 import meshpar as mp
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.models.layers import KVCache
+from meshpar.models.sampling import empty_cache
 from meshpar.models.transformer import rope_of
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
+from tests.models.by_hand import random_params
 
 ROWS, SEQ = 16, 12
 LATENT = LatentAttention(q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=6)
@@ -53,6 +55,18 @@ def after_a_step(cfg, case, batch):
     state = mp.init_state(cfg.build(), optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy, key=0)
     state, metrics = mp.train_step(next_token_loss, **options)(state, batch)
     return float(metrics["loss"]), jax.device_get(state.params)
+
+
+def assert_decodes_like_full_sequence(cfg, *, prompt_len):
+    """Decode a prompt and then token by token, and compare the logits with those of the full sequence."""
+    model, params, tokens = cfg.build(), random_params(cfg), packed()["inputs"][:2]
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
+        full = jax.jit(lambda tokens: model.bind(params, {})(tokens))(tokens)
+        step = jax.jit(lambda tokens, cache: model.bind(params, {})(tokens, cache=cache))
+        cache = empty_cache(cfg, 2, tokens.shape[1], np.float32)
+        for part in (slice(0, prompt_len), *(slice(i, i + 1) for i in range(prompt_len, tokens.shape[1]))):
+            logits, cache = step(tokens[:, part], cache)
+            np.testing.assert_allclose(logits, full[:, part], atol=1e-5)  # float32, sums in another order
 
 
 def assert_equal(found, expected):

@@ -14,11 +14,16 @@ import pytest
 import meshpar as mp
 from meshpar.inspect.model_flops import model_flops
 from meshpar.models import LayerKind, LongRope, RopeScaling, TransformerConfig, next_token_loss
-from meshpar.models.sampling import empty_cache
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
-from tests.models.test_attention_forms import MESHES, after_a_step, assert_equal, packed
+from tests.models.test_attention_forms import (
+    MESHES,
+    after_a_step,
+    assert_decodes_like_full_sequence,
+    assert_equal,
+    packed,
+)
 from tests.models.test_transformer import random_params
 
 KINDS = (LayerKind(window=3), LayerKind(window=3, rope_theta=50.0), LayerKind(has_rope=False))
@@ -62,15 +67,7 @@ def test_a_step_equals_a_single_device(name, form, case):
 @pytest.mark.parametrize("name", cases("kinds", "gemma", grid=SWITCHES))
 def test_decoding_with_a_cache_equals_the_full_sequence(name):
     switches = {key: value for key, value in SWITCHES[name].items() if key != "rope_long"}  # depends on the length
-    cfg = config(**switches)
-    model, params, tokens = cfg.build(), random_params(cfg), packed()["inputs"][:2]
-    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
-        full = jax.jit(lambda tokens: model.bind(params, {})(tokens))(tokens)
-        step = jax.jit(lambda tokens, cache: model.bind(params, {})(tokens, cache=cache))
-        cache = empty_cache(cfg, 2, tokens.shape[1], np.float32)
-        for part in (slice(0, 5), *(slice(i, i + 1) for i in range(5, tokens.shape[1]))):
-            logits, cache = step(tokens[:, part], cache)
-            np.testing.assert_allclose(logits, full[:, part], atol=1e-5)  # float32, sums in another order
+    assert_decodes_like_full_sequence(config(**switches), prompt_len=5)
 
 
 def traced(cfg):

@@ -12,12 +12,17 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import LatentAttention, LayerKind, QueryScaling, TransformerConfig, next_token_loss
-from meshpar.models.sampling import empty_cache
 from meshpar.moe import MoEConfig, Routing
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
-from tests.models.test_attention_forms import MESHES, after_a_step, assert_equal, packed
+from tests.models.test_attention_forms import (
+    MESHES,
+    after_a_step,
+    assert_decodes_like_full_sequence,
+    assert_equal,
+    packed,
+)
 from tests.models.test_transformer import random_params
 
 GPT_OSS: dict[str, Any] = {
@@ -57,15 +62,7 @@ def test_a_step_equals_a_single_device(model, case):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_decoding_with_a_cache_equals_the_full_sequence(model):
-    cfg = config(**MODELS[model])
-    bound, params, tokens = cfg.build(), random_params(cfg), packed()["inputs"][:2]
-    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
-        full = jax.jit(lambda tokens: bound.bind(params, {})(tokens))(tokens)
-        step = jax.jit(lambda tokens, cache: bound.bind(params, {})(tokens, cache=cache))
-        cache = empty_cache(cfg, 2, tokens.shape[1], np.float32)
-        for part in (slice(0, 6), *(slice(i, i + 1) for i in range(6, tokens.shape[1]))):
-            logits, cache = step(tokens[:, part], cache)
-            np.testing.assert_allclose(logits, full[:, part], atol=1e-5)  # float32, sums in another order
+    assert_decodes_like_full_sequence(config(**MODELS[model]), prompt_len=6)
 
 
 @pytest.mark.parametrize("kinds", [(LayerKind(chunk=5),), (LayerKind(chunk=5), LayerKind(chunk=5, has_rope=False))])

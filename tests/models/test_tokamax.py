@@ -29,7 +29,7 @@ GIVEN = {"alone": {}, "window": {"window": 5}, "cap": {"cap": 3.0}, "both": {"wi
 @pytest.fixture
 def real(monkeypatch):
     """Use the real package with its memory-linear implementation for CPUs instead of its GPU kernels."""
-    reason = "asks the package itself, of Python 3.12 or newer: pip install tokamax"
+    reason = "needs Python 3.12 or newer and `pip install tokamax`"
     monkeypatch.setattr(flash, "KERNELS", ("xla_chunked",))
     return pytest.importorskip("tokamax", reason=reason)
 
@@ -128,7 +128,7 @@ ENTRY %main (q: bf16[64,8,16], k: bf16[64,2,16], m: f32[8,64]) -> bf16[64,8,16] 
 )
 def test_explain_finds_the_tokamax_kernels(pod, remat, is_packed, calls):
     """Each of two layers has one forward and two backward kernels. With remat="full" the first runs twice."""
-    pytest.importorskip("tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax")
+    pytest.importorskip("tokamax", reason="needs Python 3.12 or newer and `pip install tokamax`")
     cfg = TransformerConfig(
         vocab_size=256, num_layers=2, embed_dim=512, num_heads=8, num_kv_heads=2, head_dim=64, mlp_dim=512,
         attention="tokamax",

@@ -14,7 +14,7 @@ from tests.errors import raises
 @pytest.fixture
 def fresh_client(monkeypatch):
     """Clients read the credentials again, in this test and after it."""
-    s3fs = pytest.importorskip("s3fs", reason="it is in the `dev` extra")
+    s3fs = pytest.importorskip("s3fs", reason="reads and writes buckets, which needs `pip install meshpar[remote]`")
 
     def forget():
         s3fs.S3FileSystem.clear_instance_cache()
@@ -52,7 +52,7 @@ def test_missing_credentials_are_named(bucket, fresh_client, monkeypatch):
 
 
 def test_missing_gs_credentials_are_named(fresh_client, monkeypatch):
-    google = pytest.importorskip("google.auth", reason="gcsfs is not installed; it is in the `remote` extra")
+    google = pytest.importorskip("google.auth", reason="needs `pip install meshpar[remote]`")
 
     def fail(**_):
         raise google.exceptions.DefaultCredentialsError("no credentials")
