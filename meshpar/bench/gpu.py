@@ -27,7 +27,7 @@ SMALL = (64, 128, 256, 512)
 MIN_COPIED_BYTES = 64_000_000
 """Minimum size of the copied array, larger than the caches."""
 CHAINED = 32
-"""Number of kernels in a chain. A chain of twice as many has the same overhead, so the difference is kernel time."""
+"""Number of kernels in a chain. A chain of twice the length has the same overhead, so the difference is kernel time."""
 TARGET_S = 0.05
 """Approximate seconds of a measured run, which repeats its operation."""
 
@@ -45,10 +45,10 @@ class Products(Printed, Plain):
     """Bytes read and written per second in a copy of a large array."""
     source: str
     launch_s: float = 0.0
-    """Seconds from one small kernel to the next in a chain."""
+    """Seconds between the starts of consecutive small kernels in a chain."""
 
     def profile(self, path: str | Path) -> Cluster:
-        """Add the rates to the profile in the file. If there is no file, start from a node of this GPU."""
+        """Add the rates to the profile in the file. Without a file, start from a node of this GPU."""
         cluster = profile_of(self.device, path)
         source = "; ".join(filter(None, (cluster.source, self.source)))
         return dataclasses.replace(cluster, products=self.flops_per_s, launch_s=self.launch_s, source=source)
@@ -66,7 +66,7 @@ class Products(Printed, Plain):
 
 
 def profile_of(device: str, path: str | Path) -> Cluster:
-    """Return the profile in the file, or a node of this GPU if there is no file."""
+    """Return the profile in the file. Without a file, return a node of this GPU."""
     gpu = gpu_of_kind(device)
     if gpu is None:
         fix = "measure a GPU of the catalogue, or remove --save"
@@ -125,7 +125,7 @@ def _chain(x: jax.Array, count: int) -> jax.Array:
 
 
 def _time_s(run: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """Return the median seconds of `run`. It is applied repeatedly to its own result, starting with `x`."""
+    """Return the median seconds of `run`, applied to `x` and then repeatedly to the result."""
     program = jax.jit(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: run(x), x))
     jax.block_until_ready(program(x, 1))
     once_s = seconds_of(lambda: jax.block_until_ready(program(x, 2))) / 2

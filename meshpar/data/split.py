@@ -1,6 +1,6 @@
 """Split into a training set and a validation set by hashes of names.
 
-A document belongs to the validation set if the hash of its name is below `valid_fraction`. The split does
+A document belongs to the validation set if the hash of the document's name is below `valid_fraction`. The split does
 not depend on texts, the order of documents or the seed of a run, and new documents do not move existing ones.
 """
 
@@ -17,20 +17,20 @@ from meshpar.sharding.types import problem
 
 
 def check_fraction(where: str, fraction: float) -> None:
-    """Check that `valid_fraction` is between 0 and 1."""
+    """Check `0 < valid_fraction < 1`."""
     if not 0 < fraction < 1:
         reason = "the training set and the validation set must not be empty"
         raise problem(where, f"set valid_fraction={fraction}", reason, "use valid_fraction=0.05", "out-of-range")
 
 
 class DocumentSplit:
-    """Split of a stream of documents, of which about a fraction `valid_fraction` is for validation.
+    """Split of a stream of documents, with about a fraction `valid_fraction` for validation.
 
         while not split.settled:
             for document, is_held_out in split(documents): ...
 
     Documents are not stored, and may arrive in parts. If all documents of the first pass are in the same set, a second
-    pass moves the document whose hash is nearest to the threshold. If there is only one document, it is cut in two.
+    pass moves the document whose hash is nearest to the threshold. A single document is split in two.
     """
 
     def __init__(self, valid_fraction: float) -> None:

@@ -37,9 +37,9 @@ _BATCH_BYTES = 4_000_000
 _IN_MEMORY_BYTES = 64_000_000
 """Maximum size of a stream in memory. Longer streams are mapped from a file."""
 _CONTEXT_CHARS = 1000
-"""Number of characters on each side of a cut whose tokens must be the same with and without the cut."""
-_MAX_CUTS = 64
-"""Number of positions to try for a cut."""
+"""Number of characters before and after a split whose tokens must not change."""
+_MAX_SPLITS = 64
+"""Maximum number of split positions to try."""
 _FORMAT = 3
 """Version of the cache format. Part of the folder name."""
 
@@ -143,15 +143,15 @@ def _cut_at_token_boundaries(
 
 
 def _token_boundary(text: str, tokenizer: Tokenizer) -> int:
-    """Return a position near the end of a text where a cut does not change the tokens, or 0."""
+    """Return a position near the end of a text where a split does not change the tokens, or 0."""
     last = len(text) - _CONTEXT_CHARS
     # Try boundaries of words first.
     positions = sorted(
         range(max(last - _CONTEXT_CHARS, 1), last), key=lambda i: (text[i].isspace() == text[i - 1].isspace(), -i)
     )
-    for i in positions[:_MAX_CUTS]:
-        # Repeated characters may be tokenized in groups of fixed size. A cut inside such a group fails for one of the
-        # two context lengths.
+    for i in positions[:_MAX_SPLITS]:
+        # Repeated characters may be tokenized in groups of fixed size. A split inside such a group changes the tokens
+        # for at least one context length.
         contexts = [(text[max(i - n, 0) : i], text[i : i + n]) for n in (_CONTEXT_CHARS, _CONTEXT_CHARS - 1)]
         if all(_is_token_boundary(left, right, tokenizer) for left, right in contexts):
             return i
@@ -159,7 +159,7 @@ def _token_boundary(text: str, tokenizer: Tokenizer) -> int:
 
 
 def _is_token_boundary(left: str, right: str, tokenizer: Tokenizer) -> bool:
-    """Return whether the tokens of `left + right` are those of `left` and then those of `right`, both nonempty."""
+    """Return whether `left` and `right` have tokens, and `left + right` has the same tokens in this order."""
     together, *separate = tokenizer.encode_many([left + right, left, right])
     return all(map(len, separate)) and np.array_equal(together, np.concatenate(separate))
 

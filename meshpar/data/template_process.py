@@ -3,7 +3,7 @@
     meshpar.data.template ── pickled conversation ──► this process ── a line of JSON: texts or an error ──► back
 
 Templates are untrusted programs. The sandbox of jinja2 isolates them. The kernel limits the memory of this process, and
-stops it if a conversation takes too long, even during a single call of a C function.
+stops it if rendering exceeds the time limit, even during a single call of a C function.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Renderer:
         self._template = self._env.from_string(source)
 
     def render(self, messages: list[dict[str, Any]], extras: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
-        """Return the texts of a conversation, each with the character spans of its answers; see `Template.render`."""
+        """Return the texts of a conversation, each with the character spans of the answers; see `Template.render`."""
         text = functools.partial(self._text, extras)
         full, full_spans = text(messages, prompt=False)
         if self._env.has_generation_tags:
@@ -115,7 +115,7 @@ class Renderer:
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without HTML escapes, unlike jinja2's own filter. The arguments are those of transformers."""
+    """Return JSON without HTML escapes, unlike jinja2's filter. The signature is as in transformers."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -130,7 +130,7 @@ def _reply(function: Callable[..., Any], *args: Any) -> bytes:
         reply = {"rejected": rejected.args[0]}
     except MemoryError:
         reply = {"error": "it needs too much memory"}
-    except Exception as error:  # templates raise SyntaxError, RecursionError, AssertionError and others
+    except Exception as error:  # including SyntaxError, RecursionError and AssertionError
         reply = {"error": f"{type(error).__name__}: {' '.join(str(error)[:1000].split())[:200]}"}
     return json.dumps(reply).encode()
 

@@ -1,4 +1,4 @@
-"""Weight gradients of several batch slices, summed per device before their reduction.
+"""Weight gradients of batch slices, summed per device before their reduction.
 
     slice a   x, dy ─► matmul ─► round ─┐                   a   matmul ─┐
                                         ├─ add    becomes               ├─ add ─► reduce over devices ─► round
@@ -50,7 +50,7 @@ class SliceRows:
         return math.prod(axis_sizes(self.mesh)[axis] for axis in self.axes)
 
     def are_contracted(self, product: JaxprEqn) -> bool:
-        """Return whether a matmul contracts the batch: dim 0 of both operands, alone or merged with other dims."""
+        """Return whether a matmul contracts the batch: dim 0 of both operands, possibly merged with other dims."""
         contracting, batch = product.params["dimension_numbers"]
         if (0, 0) not in zip(*contracting, strict=True) or batch[0]:
             return False
@@ -60,7 +60,7 @@ class SliceRows:
     def sum_by_rank(
         self, lhs: Sequence[jax.Array], rhs: Sequence[jax.Array], product: JaxprEqn, layouts: Sequence[JaxprEqn]
     ) -> jax.Array:
-        """Return the sum of the matmuls `lhs[i] @ rhs[i]` on each rank, `[ranks, ...]`, after changes of its `layouts`.
+        """Return the sum of the matmuls `lhs[i] @ rhs[i]` on each rank, `[ranks, ...]`, after the `layouts` changes.
 
         The matmuls have the dimension numbers of `product`, which contract the batch.
         """
@@ -89,7 +89,7 @@ class SliceRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unreduced:
-    """A gradient that is not reduced over ranks."""
+    """A gradient before the reduction over ranks."""
 
     parts: jax.Array
     """`[ranks, ...]`: the gradient from the examples of each rank."""
@@ -138,18 +138,18 @@ class _Rewritten(NamedTuple):
     is_new: list[bool]
     """For each result, whether it differs from the original."""
     rows: list[SliceRows | None]
-    """For each result that is a partial sum per rank, the batch that was contracted. None for other results."""
+    """The contracted batch of each result, if the result is a partial sum per rank, otherwise None."""
 
 
 class _Term(NamedTuple):
-    """A term of a sum: a matmul, followed by changes of its layout in program order."""
+    """A term of a sum: a matmul, followed by layout changes in program order."""
 
     product: JaxprEqn
     layouts: tuple[JaxprEqn, ...]
 
     @property
     def signature(self) -> str:
-        """Return a string that is equal for terms which are the same function of their operands."""
+        """Return a string that identifies the function of the operands."""
         shapes = [(_aval(x).shape, _aval(x).dtype) for x in self.product.invars]
         return str((shapes, self.product.params, [(eqn.primitive.name, eqn.params) for eqn in self.layouts]))
 
@@ -164,13 +164,13 @@ def _rewritten(jaxpr: Jaxpr, marked: Sequence[bool], rows: SliceRows | None, *, 
 
 
 class _Program:
-    """The variables of a jaxpr and their twins, which hold the same values unrounded, or as partial sums per rank."""
+    """The variables of a jaxpr and their twins: the same values, but unrounded or as partial sums per rank."""
 
     def __init__(self, jaxpr: Jaxpr, rows: SliceRows | None, is_called: bool) -> None:
         self.source = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         self.rows = rows
         self.is_called = is_called
-        """Whether a single matmul counts as a sum, because the caller may add the results of several calls."""
+        """Whether a single matmul counts as a sum, because the caller may add the results of its calls."""
         self.by_rank: dict[Any, SliceRows | None] = {}
         """Twins that are partial sums per rank."""
         self._twins: dict[Var, Var | None] = {}
@@ -205,7 +205,7 @@ class _Program:
     def _in_float32(self, x: Any, eqn: JaxprEqn) -> Var | None:
         """Add `eqn` with the float32 twins of its operands, and return the result, the twin of x.
 
-        Return None if an operand has no such twin.
+        Return None if an operand lacks a float32 twin.
         """
         operands = [self.twin(operand) for operand in eqn.invars]
         if any(operand is None or operand in self.by_rank for operand in operands):
@@ -231,7 +231,7 @@ class _Program:
         return twin
 
     def _sum_of_twins(self, x: Any, eqn: JaxprEqn) -> Var | None:
-        """Add the partial sums per rank of all operands. None if an operand has none, or if their shapes differ."""
+        """Add the partial sums per rank of all operands. Return None if one is missing, or if their shapes differ."""
         twins = [self.twin(operand) for operand in eqn.invars]
         if any(twin not in self.by_rank for twin in twins) or len({(t.aval.shape, t.aval.dtype) for t in twins}) > 1:
             return None

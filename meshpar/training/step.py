@@ -8,6 +8,7 @@ least communication. Gradients of complex parameters are conjugated before the u
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import inspect
@@ -67,7 +68,7 @@ Losses and metrics that the model reports (`meshpar.layers.auxiliary`) are added
 _Options = ParamSpec("_Options")
 
 
-class _Program:
+class _Program(abc.ABC):
     """A function of (state, batch) that is compiled once per setup."""
 
     def __init__(self, xla: Options, accumulate: int = 1, interleave: int = 1) -> None:
@@ -78,9 +79,9 @@ class _Program:
         """Return the XLA options for the devices of a setup, including the user's."""
         return options_for(setup.mesh, self._xla)
 
+    @abc.abstractmethod
     def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         """Return the jitted function. Each trace of the loss function appends its `Boundaries` to `traced`."""
-        raise NotImplementedError
 
     def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatch]:
         """Return the jitted function, and the batch in the form that it expects."""

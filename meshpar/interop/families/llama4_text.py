@@ -1,7 +1,7 @@
-"""Llama 4 text checkpoints with an MoE layer in every block, also within multimodal releases.
+"""Llama 4 text checkpoints with MoE layers only, also within multimodal releases.
 
 RoPE layers have chunks, and the other layers scale their queries by position. Rotary embeddings rotate adjacent
-dimensions of a head in these checkpoints, and dimensions `D/2` apart in our decoders, so the mapping permutes them.
+dimensions of a head in these checkpoints, and dimensions i and `i + D/2` in our decoders, so the mapping permutes them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, pa
 from meshpar.sharding.types import LORA_SUFFIX, PAIR, Decision, axes_of_spec, spec_axes
 
 NORMED_HEADS = "norms over sharded heads"
-"""Role of the sums of a norm over all heads, one element per token."""
+"""Role of the sums of a norm over all heads, with an element per token."""
 VOCABULARY = "loss over a sharded vocabulary"
 """Role of the collectives of a loss with a sharded vocabulary."""
 
@@ -67,7 +67,7 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 
 def _side(decision: Decision, axis: str) -> str | None:
-    """Return "row", "column", or None for a leaf that is not part of a matmul sharded over this axis."""
+    """Return "row", "column", or None if the axis does not shard the leaf as part of a matmul."""
     names, spec = decision.leaf.names, decision.spec
     sharded = next((dim for dim, entry in enumerate(spec) if axis in spec_axes(entry)), None)
     dims = [dim for dim in range(len(decision.leaf.shape)) if names is None or names[dim] not in ("layers", "expert")]
@@ -91,11 +91,11 @@ def _of_block(
         num_rows, num_lookups = num_rows - num_lookups, 0
     inputs = num_rows if num_rows and columns else 1 if columns or is_tied else 0
     recomputed = step.recomputed(stack)
-    # XLA:CPU all-reduces the input gradient of every weight separately, except in a MoE layer.
+    # XLA:CPU all-reduces each weight's input gradient separately, except in a MoE layer.
     plain = [column for column in columns if not column.leaf.has("expert")]
     num_sums = max(1, _num_partial_sums(step, plain)) if step.on_cpu else 1
-    # If the sequence is reordered before the head, XLA all-reduces the gradient and slices it afterwards. The same
-    # holds for experts, whose sum is inside their layer.
+    # If the sequence is reordered before the head, XLA all-reduces the gradient and slices it afterwards. Experts
+    # are reduced in the same way, inside their layer.
     is_reordered = bool(step.context_axes) and any(column.leaf.has("vocab") for column in columns)
     collective = _activation_collective(step, axis, _width((*rows, *columns)[0]), (*rows, *columns))
     if num_rows > num_lookups:
@@ -116,7 +116,7 @@ def _of_block(
 
 
 def _num_partial_sums(step: StepSpec, columns: Sequence[Decision]) -> int:
-    """Return the number of matmuls whose input gradients are partial sums, including those of LoRA adapters."""
+    """Return the number of matmuls whose input gradients are partial sums, including LoRA adapters."""
     if step.is_pipelined or step.is_by_device:
         return len(columns)
     paths = {weight.decision.path for weight in step.weights}
