@@ -14,6 +14,7 @@
 Names are imported when they are first used, so `import meshpar` costs little.
 """
 
+from meshpar.sharding.cuda_plugin import select_cpu_without_nvidia
 from meshpar.sharding.lazy_imports import TYPE_CHECKING, lazy
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __getattr__, __dir__ = lazy(__name__)
+select_cpu_without_nvidia()
 
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import dataclasses
 import os
 import re
@@ -58,6 +59,8 @@ class MachineFacts:
     open_files: int
     nvidia: bool
     """Whether the machine has an NVIDIA GPU, even if jax does not use it."""
+    has_cuda_runtime: bool = True
+    """Whether jax's plugin for CUDA 12 finds libcudart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,8 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
         disk_bytes=disk.free,
         open_files=open_files,
         nvidia=any(Path("/dev").glob("nvidia[0-9]*")),
+        has_cuda_runtime=version_of("nvidia-cuda-runtime-cu12")[0].isdigit()
+        or ctypes.util.find_library("cudart") is not None,
     )
 
 
@@ -161,6 +166,11 @@ def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
             facts.nvidia and facts.platform == "cpu" and env.get("JAX_PLATFORMS") != "cpu",
             "the machine has an NVIDIA GPU, but jax uses the CPU",
             "pip install 'meshpar[cuda12]', and check that nvidia-smi works in this shell",
+        ),
+        (
+            "jax-cuda12-plugin" in facts.versions and not facts.has_cuda_runtime,
+            "jax's CUDA plugin logs in each process that there is no driver, because the CUDA runtime is not installed",
+            "pip install 'meshpar[aot]'",
         ),
         (
             bool(flags),

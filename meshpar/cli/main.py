@@ -42,8 +42,6 @@ _COLLECTIVE_TIMEOUTS_S = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
 }
-_NO_DRIVER = "Could not find cuda drivers on your machine"
-_LOG_NOTICE = "WARNING: All log messages before absl::InitializeLog() is called"
 
 
 # ---- Devices, before jax is imported ---------------------------------------------------------------------------------
@@ -80,18 +78,10 @@ def prepare_devices(
     if start == "nothing":
         return
 
-    from meshpar.inspect.compiler_messages import catch_stderr
+    import jax
 
-    with catch_stderr() as caught:
-        import jax
-
-        if start == "devices":
-            jax.devices()
-    # The CUDA plugin of jax 0.10 reports a missing driver on import, at every log level and on every platform.
-    lines = caught.text.splitlines(keepends=True)
-    if any(_NO_DRIVER in line for line in lines):
-        lines = [line for line in lines if _NO_DRIVER not in line and not line.startswith(_LOG_NOTICE)]
-    sys.stderr.write("".join(lines))
+    if start == "devices":
+        jax.devices()
 
 
 def _has_accelerator() -> bool:

@@ -31,6 +31,7 @@ def test_findings_are_empty_without_problems() -> None:
     ("changed", "message"),
     [
         ({"versions": {"jax": "0.12.0", "jaxlib": "0.10.2"}}, "jax has version 0.12.0, but jaxlib has version 0.10.2"),
+        ({"has_cuda_runtime": False}, "the CUDA runtime is not installed"),
         ({"platform": "cpu"}, "the machine has an NVIDIA GPU, but jax uses the CPU"),
         ({"environment": {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=x"}}, "XLA_FLAGS sets --xla_a=1, which"),
         ({"environment": {"XLA_PYTHON_CLIENT_PREALLOCATE": "False"}}, "memory fragmentation"),
