@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from meshpar.cli.main import output_options, prepare_devices, print_report
-from meshpar.sharding.errors import check_choice, problem
+from meshpar.sharding.errors import check_choice, check_number, problem
 
 if TYPE_CHECKING:
     from meshpar.hardware.calculators import Sheet
@@ -138,10 +138,12 @@ def _gamma(text: str) -> float:
     from meshpar.hardware.catalogue import GPUS
 
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
         check_choice("--gamma", "a number of seconds or a GPU", tuple(GPUS), gamma=text)
         return GPUS[text].reduction_s_per_byte
+    check_number("meshpar cost", "9e-13", positive=False, **{"--gamma": seconds})
+    return seconds
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
@@ -161,4 +163,6 @@ def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) ->
         reason = "--cluster is also set" if cluster is not None else "only one of them is set"
         fix = "set --cluster, or both --alpha and --bandwidth"
         raise problem("meshpar cost", "use --alpha and --bandwidth", reason, fix, code="conflict")
+    check_number("meshpar cost", "2e-6", positive=False, **{"--alpha": alpha})
+    check_number("meshpar cost", "450e9", positive=True, **{"--bandwidth": bandwidth})
     return Link(alpha_s=alpha, bytes_per_s=bandwidth)

@@ -53,12 +53,14 @@ def generate(
     layout = layout_of(mesh, strategy, devices)
     import numpy as np
 
+    from meshpar.cli.callback_failures import end_on_callback_failures
     from meshpar.cli.train_command import continued
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
     from meshpar.interop.runs import SOURCE_FOLDER, opened
     from meshpar.loop.run_folder import run_folder
 
+    end_on_callback_failures()
     with run_folder(folder) as run:
         coder = _tokenizer(run.local, tokenizer)
         config, state = opened(run, mesh=layout[0], strategy=layout[1], dtype=dtype)

@@ -21,6 +21,7 @@ from meshpar.cli.main import (
     writing,
 )
 from meshpar.sharding.errors import problem
+from meshpar.sharding.units import parse_count
 
 if TYPE_CHECKING:
     from meshpar.planner.plan import Plans
@@ -47,12 +48,12 @@ _CHOSEN = ("mesh", "strategy", "step.remat", "step.accumulate", "step.interleave
 @click.option("--strategy", metavar="STRATEGY", help="Strategy for --why-not.")
 @click.option("--growth", is_flag=True, help="Show the fastest layout of each kind for up to 16,384 GPUs.")
 @click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False), help="With --growth: write a plot.")
-@click.option("--tokens", metavar="N", type=float, help="Print days and GPU-hours of training on N tokens: 15e12.")
+@click.option("--tokens", metavar="N", help="Print days and GPU-hours of training on N tokens: 15T or 15e12.")
 @click.option("--price", metavar="P", type=float, help="With --tokens: print the cost at P per GPU-hour.")
 def plan(
     recipe: str, assignments: tuple[str, ...], as_json: bool, from_hf: str | None, cluster: str, top: int,
     verify: int, save: str | None, why_not: str | None, strategy: str | None, growth: bool, plot: str | None,
-    tokens: float | None, price: float | None,
+    tokens: str | None, price: float | None,
 ) -> None:  # fmt: skip
     """Find the fastest layouts: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
@@ -63,6 +64,7 @@ def plan(
     for path, suffixes in ((save, ()), (plot, PLOT_SUFFIXES)):
         if path:
             check_output_file(path, suffixes)
+    num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     is_top_set = click.get_current_context().get_parameter_source("top") is ParameterSource.COMMANDLINE
     others = verify or save or why_not is not None or is_top_set or tokens is not None
     together = "it cannot be combined with --top, --verify, --save, --why-not or --tokens"
@@ -90,8 +92,8 @@ def plan(
             with writing(plot):
                 plots.growth(found).savefig(plot)
         return
-    if tokens is not None:
-        plans = plans.for_tokens(tokens, price)
+    if num_tokens is not None:
+        plans = plans.for_tokens(num_tokens, price)
     if save:
         with writing(save):
             plans.save(save)

@@ -57,6 +57,7 @@ def verify(
     prepare_devices(devices)
     import jax
 
+    from meshpar.cli.callback_failures import end_on_callback_failures
     from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.loop.verify import Case, Outcome
     from meshpar.loop.verify import verify as run
@@ -68,6 +69,7 @@ def verify(
         if outcome.verdict != "refused":
             print(f"{outcome.verdict}: {outcome.case}", file=sys.stderr, flush=True)
 
+    end_on_callback_failures()
     full = load_recipe(recipe, devices=devices).override(*assignments)
     with jax.enable_x64(dtype == "float64"):
         small = shrunk(full, dtype)

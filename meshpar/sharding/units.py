@@ -72,7 +72,7 @@ def parse_count(text: str | float, where: str) -> int:
     value = _scaled(match, {**_LARGE, "b": 1e9})
     # A product such as 1.1 * 1e9 may differ from the integer by a rounding error.
     if value is None or not 1 <= value <= MAX_COUNT or abs(value - round(value)) > 1e-9 * value:
-        fix = "write 64, 70e9 or 70B (SI: k is 1e3, M 1e6, B 1e9)"
+        fix = "write 64, 70e9 or 70B (SI: k is 1e3, M 1e6, B 1e9, T 1e12)"
         raise problem(where, f"use {text!r}", "a count is an integer from 1 to 1e18", fix, code="not-an-int")
     return round(value)
 

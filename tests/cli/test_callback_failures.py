@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from meshpar.cli import callback_failures
+
 PROGRAM = """
 from meshpar.cli import callback_failures, main
 main.prepare_devices(2)
@@ -46,3 +48,13 @@ def test_a_failed_callback_ends_the_command(call: str, child_env, tmp_path) -> N
     assert len(errors) == 1
     assert "ValueError was raised (no number) at program.py:10" in errors[0]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("generate", "none", "--prompt", "a"), ("verify", "none.py")])
+def test_every_command_that_runs_a_model_ends(words, meshpar, monkeypatch, tmp_path) -> None:
+    """The handler is installed before the model is read."""
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(callback_failures, "end_on_callback_failures", lambda: calls.append(words))
+    code, _, error = meshpar(*words)
+    assert (code, calls) == (2, [words]), error

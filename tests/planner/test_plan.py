@@ -920,11 +920,11 @@ def test_moe_pipeline_is_traced_without_devices():
 def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     recipe, file = str(ROOT / "recipes" / "gpt_stdlib.py"), tmp_path / "plan.json"
     fields = [f"--set=model.{name}" for name in ("num_layers=2", "embed_dim=64", "mlp_dim=128")]
-    options = ("--top", 1, "--save", file, "--tokens", 1e12, "--price", 2, "--json")
+    options = ("--top", 1, "--save", file, "--tokens", "1T", "--price", 2, "--json")
     code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", *options, *fields)
     assert (code, error) == (0, "")
     (best,), (run,) = json.loads(out)["plans"], json.loads(out)["runs"]
-    assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
+    assert (run["tokens"], run["cost"]) == (1e12, pytest.approx(2 * run["gpu_hours"]))
     found = with_plan(load_recipe(recipe).override("step.interleave=2"), file)  # the plan has no slices
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
@@ -938,6 +938,7 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
         ((*on_8, "--set=step.accumulate=2"), "cannot set `step.accumulate`"),
         ((*on_8, "--why-not", " "), "mesh axes are required"),
         ((*on_8, "--price", 2), "--tokens is not set"),
+        ((*on_8, "--tokens", "15X"), "--tokens: cannot use '15X'"),
         (("train", recipe, "--plan", tmp_path / "none.json"), "Create the file with meshpar plan"),
     ):
         code, _, error = meshpar(*words)
