@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
     from meshpar.sharding.types import Decision, Leaf, MeshparError
+    from meshpar.training.earlier_steps import check_finite
     from meshpar.training.expert_rebalancing import rebalance_experts
     from meshpar.training.lora import Lora, lora
     from meshpar.training.options import StepOptions
@@ -71,10 +72,10 @@ select_cpu_without_nvidia()
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model",
     "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "StepOptions",
-    "Strategy", "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "collectives", "constrain",
-    "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel", "explain",
-    "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "inspect",
-    "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline", "pipeline_parallel",
-    "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch", "shardings",
+    "Strategy", "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "check_finite", "collectives",
+    "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel",
+    "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state",
+    "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline",
+    "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch", "shardings",
     "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ from meshpar.layers.precision import Precision
 from meshpar.optim.averages import ema
 from meshpar.optim.moments import DTYPES, low_precision_moments, offload_state
 from meshpar.optim.orthogonalized import matrices, muon
+from meshpar.optim.rounding import stochastic_rounding
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.
@@ -123,6 +124,9 @@ class AdamW:
     """Dtype of both moments, as in `mp.optim.low_precision_moments`. None means the dtype of the parameters."""
     offload: bool = False
     """Keep both moments in host memory between updates, as in `mp.optim.offload_state`."""
+    stochastic_rounding: bool = False
+    """Round updated parameters stochastically, as in `mp.optim.stochastic_rounding`, because rounding to nearest loses
+    most updates of bfloat16 parameters."""
     ema: float | None = None
     """Decay rate of an exponential moving average of the parameters, as in `mp.ema`; None disables it. Validation, the
     sample, `generate` and `convert` use the averages instead of the parameters."""
@@ -139,6 +143,7 @@ class AdamW:
         check_choice(who, "the schedule after the warm-up", ("cosine", "linear", "constant"), schedule=self.schedule)
         check_choice(who, "the dtype of the moments", (None, *DTYPES), moments=self.moments)
         check_bool(who, "moments are kept in host memory", offload=self.offload)
+        check_bool(who, "updated parameters are rounded stochastically", stochastic_rounding=self.stochastic_rounding)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in self._RULES and not (value is None and "None" in str(field.type)):
@@ -173,6 +178,7 @@ class AdamW:
         tx = self._rule(self.learning_rate(steps), names)
         tx = tx if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), tx)
         tx = tx if self.moments is None else low_precision_moments(tx, self.moments)
+        tx = stochastic_rounding(tx) if self.stochastic_rounding else tx
         tx = offload_state(tx) if self.offload else tx
         return tx if self.ema is None else ema(tx, self.ema)
 

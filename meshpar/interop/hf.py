@@ -91,7 +91,8 @@ def from_hf(
       strategy: a strategy or `Rules`.
       tx: the optimizer. `None` loads the model for inference or conversion.
       dtype: parameter dtype. `None` means the highest-precision dtype in the files, so that no parameter is rounded.
-        For quantized weights the default is bfloat16.
+        For quantized weights it is bfloat16. If an optimizer trains the parameters, `None` means at least float32,
+        because bfloat16 loses most updates of a fine-tuning run. With `lora` they are frozen and keep the dtype.
       precision: as for `init_state`. Its parameter dtype overrides `dtype`.
       lora: adapters to train instead of the parameters of the model, as in `mp.lora`.
       key: random key or seed for training.
@@ -109,6 +110,8 @@ def from_hf(
     """
     with checked_files(folder) as (files, described):
         param_dtype = dtype or widest(files, described)
+        if dtype is None and tx is not None and lora is None and jnp.dtype(param_dtype).itemsize < 4:
+            param_dtype = "float32"
         check_dtype("from_hf", param_dtype)
         config = dataclasses.replace(described.config, param_dtype=param_dtype, **changes)
         tx = optax.identity() if tx is None else tx

@@ -32,11 +32,8 @@ from meshpar.loop import signals as interrupts
 from meshpar.loop.checkpoint import Checkpoints, NoRoomError
 from meshpar.loop.coordination import StopAgreement, check_shared, this_pod
 from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, problem
+from meshpar.training.earlier_steps import STEPS_IN_FLIGHT
 from meshpar.training.state import Setup, TrainState
-
-STEPS_IN_FLIGHT = 2
-"""Number of dispatched steps that the loop does not wait for. Two are enough to hide the work of the host. With more,
-the CPU backend gets slower: threads of different programs wait for their collectives and occupy the cores."""
 
 PHASES = {
     "compile": "compiling the first step",

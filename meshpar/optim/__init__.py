@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from meshpar.optim.averages import ema, ema_params
     from meshpar.optim.moments import low_precision_moments, offload_state
     from meshpar.optim.orthogonalized import muon
+    from meshpar.optim.rounding import stochastic_rounding
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["ema", "ema_params", "low_precision_moments", "muon", "offload_state"]
+__all__ = ["ema", "ema_params", "low_precision_moments", "muon", "offload_state", "stochastic_rounding"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.optim.moments import checked
+from meshpar.optim.rounding import checked
 from meshpar.sharding.context import apart
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import PyTree

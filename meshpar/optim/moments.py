@@ -6,16 +6,15 @@ Both functions wrap an optax optimizer, so layouts, memory estimates and plans t
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend import core
 
+from meshpar.optim.rounding import checked, in_bfloat16, random_bits
 from meshpar.sharding.types import PyTree, near, problem
 
 DTYPES = ("bfloat16", "int8")
@@ -99,35 +98,6 @@ class RoundedState(NamedTuple):
     inner: PyTree
 
 
-def _mixed(bits: jax.Array) -> jax.Array:
-    """Hash uint32 to uint32, bijectively."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return bits
-
-
-def _draws(shape: Sequence[int], count: Any, array: int) -> jax.Array:
-    """Return 32 uniform bits for each element of an array, from the update number and the index of the element.
-
-    They do not depend on the values, because a repeated value would then be rounded in the same direction in each
-    update. The index is global, so the bits do not depend on the sharding.
-    """
-    index = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        stride = np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * stride
-    seed = _mixed(jnp.asarray(count, jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(array))
-    return _mixed(_mixed(index) + seed)
-
-
-def _in_bfloat16(x: jax.Array, draws: jax.Array) -> jax.Array:
-    """Round stochastically to an adjacent bfloat16 number, with expected value x."""
-    x = x.astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (draws >> 16)
-    rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(rounded), rounded, x.astype(jnp.bfloat16))  # infinities and nan are kept
-
-
 def _in_bytes(x: jax.Array, draws: jax.Array) -> InBytes:
     """Round stochastically to an adjacent level, with expected value x.
 
@@ -149,10 +119,10 @@ def _from_bytes(x: InBytes, dtype: Any) -> jax.Array:
 
 
 def _rounded(inner: PyTree, is_moment: PyTree, count: Any, dtype: str) -> RoundedState:
-    round_to = _in_bytes if dtype == "int8" else _in_bfloat16
+    round_to = _in_bytes if dtype == "int8" else in_bfloat16
     leaves, structure = jax.tree.flatten(inner)
     rounded = [
-        round_to(x, _draws(x.shape, count, index)) if rounds else x
+        round_to(x, random_bits(x.shape, count, index)) if rounds else x
         for index, (x, rounds) in enumerate(zip(leaves, jax.tree.leaves(is_moment), strict=True))
     ]
     return RoundedState(count, jax.tree.unflatten(structure, rounded))
@@ -245,11 +215,3 @@ def _copied(jaxpr: core.Jaxpr, inputs_are_copies: Sequence[bool]) -> list[bool]:
         outputs = outputs if inner is None else _copied(inner.jaxpr, are_copies(eqn.invars))
         copies |= {x for x, is_copy in zip(eqn.outvars, outputs, strict=False) if is_copy}
     return are_copies(jaxpr.outvars)
-
-
-def checked(where: str, tx: Any) -> optax.GradientTransformation:
-    """Return `tx` if it is an optimizer, and raise `ValueError` otherwise."""
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        reason, fix = "it has no init and update, as an optax optimizer has", "pass optax.adamw(3e-4), for example"
-        raise problem(where, f"use {tx!r} as the optimizer", reason, fix, code="wrong-type")
-    return tx  # type: ignore[no-any-return]

@@ -59,8 +59,8 @@ class StepOptions:
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """Reaction to a non-finite loss or gradient.
 
-    "skip" omits the update and counts it in `state.skipped`. "raise" does the same, and `fit` raises when it reads the
-    metric. "ignore" does not check."""
+    "skip" omits the update and counts it in `state.skipped`. "raise" does the same, and raises an error when the metric
+    is known: in `fit`, in the third call after it, or in `mp.check_finite(metrics)`. "ignore" does not check."""
     loss_is: Literal["mean_over_examples"] | None = None
     """"mean_over_examples" states that a scalar loss is a mean over equally weighted examples.
 

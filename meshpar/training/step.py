@@ -39,6 +39,7 @@ from meshpar.layers.losses import (
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.layers.scan import is_part
+from meshpar.optim.rounding import lost_updates, rounds_stochastically
 from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
@@ -56,6 +57,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.accumulation import compute_params, constrained
+from meshpar.training.earlier_steps import LOST_UPDATES, EarlierSteps
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_setup, engine_of_setup
 from meshpar.training.options import StepOptions, check_not_float16
@@ -126,6 +128,7 @@ class TrainStep(_Program):
         super().__init__(options.xla, options.accumulate, options.interleave)
         self.loss_fn, self.options = loss_fn, options
         self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
+        self._earlier: weakref.WeakKeyDictionary[Setup, EarlierSteps] = weakref.WeakKeyDictionary()
 
     def _engine(self, setup: Setup) -> GradientEngine:
         return engine_of_setup(setup, self.options)
@@ -166,7 +169,10 @@ class TrainStep(_Program):
             wide = wide_work(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
             if wide is not None:
                 warnings.warn(f"{wide.what}. To change it, {wide.fix}.", stacklevel=3)
-        return program(state, batch)
+        earlier = self._earlier.setdefault(state.setup, EarlierSteps(raises=self.options.nonfinite == "raise"))
+        new, metrics = program(state, batch)
+        earlier.add(state.step, new.step, metrics)
+        return new, metrics
 
     def _step(
         self, traced: list[Boundaries], state: TrainState, batch: StepBatch
@@ -226,11 +232,13 @@ def train_step(loss_fn: LossFn, **options: Any) -> TrainStep:
       `step(state, batch) -> (state, metrics)`. The step donates the buffers of its input state. Metrics are device
       scalars: `loss`, `loss_weight` (total weight of a `MeanLoss`), the loss function's own, and unless
       `nonfinite="ignore"`, `grad_norm` and `finite`. If `loss_weight` is 0, the loss is 0, and parameters and optimizer
-      state do not change.
+      state do not change. Steps that train 16-bit parameters add `lost_updates`, the share of updates that rounding
+      loses, and warn once.
 
     Raises:
       MeshparError: an invalid option. When called: a batch that is not divisible by devices and micro-steps, or a
-        model that the strategy or an option does not support.
+        model that the strategy or an option does not support. With `nonfinite="raise"`, a loss or gradients that were
+        not finite three calls earlier; `mp.check_finite(metrics)` checks the last steps.
 
     Example:
       >>> def loss_fn(model, batch, key):
@@ -573,6 +581,8 @@ def _update(
         setup, grads, before_update, old, value=loss, grad=grads, value_fn=value_fn, obj_fn=value_fn
     )
     params = optax.apply_updates(old, updates)
+    if not rounds_stochastically(opt_state) and (lost := lost_updates(old, updates)) is not None:
+        metrics[LOST_UPDATES] = lost
     skipped, extra = state.skipped, setup.model.after_update(totals.extra)
     conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []
     if options.nonfinite != "ignore":

@@ -377,6 +377,31 @@ def test_left_out_field_has_the_default_of_transformers(kind):
     assert described(shorter).config == described({**shorter, **defaults}).config
 
 
+def test_trained_weights_are_float32(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    config, state = read_single(source, tx=optax.adamw(1e-5))
+    assert config.param_dtype == "float32"
+    before, step = jax.device_get(state.params), mp.train_step(next_token_loss)
+    tokens = np.resize(np.arange(8, dtype=np.int32), (2, 9))
+    state, metrics = step(state, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+    kernel = ("layers", "mlp", "up", "kernel")
+    changed = traverse_util.flatten_dict(state.params)[kernel] != traverse_util.flatten_dict(before)[kernel]
+    assert np.mean(changed) > 0.9
+    assert "lost_updates" not in metrics
+
+
+def test_frozen_weights_keep_the_dtype_of_the_files(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    _, state = read_single(source, tx=optax.adamw(1e-5), lora=mp.lora(rank=2))
+    dtypes = (
+        {d.leaf.dtype.name for d in state.table.params if d.leaf.is_trained},
+        {d.leaf.dtype.name for d in state.table.params if not d.leaf.is_trained},
+    )
+    assert dtypes == ({"float32"}, {"bfloat16"})
+    assert read_single(source)[0].param_dtype == "bfloat16"
+    assert read_single(source, tx=optax.adamw(1e-5), dtype="bfloat16")[0].param_dtype == "bfloat16"
+
+
 def test_without_a_dtype_no_tensor_is_rounded(tmp_path):
     """A float32 tensor among tensors in bfloat16 makes the parameters float32."""
     source = folder_of("llama", tmp_path / "source")

@@ -16,7 +16,8 @@ import meshpar as mp
 from meshpar.inspect.memory import memory
 from meshpar.inspect.program import compile_here
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.optim.moments import _draws, _from_bytes, _in_bfloat16, _in_bytes
+from meshpar.optim.moments import _from_bytes, _in_bytes
+from meshpar.optim.rounding import in_bfloat16, random_bits
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import mesh_of
 from tests.errors import raises
@@ -59,20 +60,20 @@ def test_bfloat16_moments_are_updated_in_float32():
 
 
 def draws(shape, count=1):
-    return _draws(shape, count, 0)
+    return random_bits(shape, count, 0)
 
 
 def test_bfloat16_rounding_is_to_adjacent_numbers_and_unbiased():
     x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
     below = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)  # nearer zero
     above = ((x.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
-    rounded = np.asarray(_in_bfloat16(x, draws(x.shape)), np.float32)
+    rounded = np.asarray(in_bfloat16(x, draws(x.shape)), np.float32)
     assert np.all((rounded == below) | (rounded == above))
     np.testing.assert_array_equal(rounded == above, rounded != below)
     # The error is a third of the distance between adjacent numbers, which is at most x / 128.
     assert abs((rounded - x).mean()) < 4 / 3 / 128 / np.sqrt(x.size)
     exact = np.float32([0, -0.0, 1.5, -2.0, jnp.finfo("bfloat16").max, np.inf, -np.inf, np.nan])
-    rounded = np.asarray(_in_bfloat16(exact, draws(exact.shape)), np.float32)
+    rounded = np.asarray(in_bfloat16(exact, draws(exact.shape)), np.float32)
     np.testing.assert_array_equal(rounded, np.float32(exact.astype("bfloat16")))
 
 
@@ -104,7 +105,7 @@ def test_draws_are_uniform_over_elements_and_updates():
         assert ((counts - bits.size / 64) ** 2 / (bits.size / 64)).sum() < 130
     successive = np.corrcoef((over_updates[:-1] >> 8).ravel(), (over_updates[1:] >> 8).ravel())[0, 1]
     assert abs(successive) < 5 / np.sqrt(over_updates.size)
-    assert (np.asarray(_draws((64,), 1, 0)) != np.asarray(_draws((64,), 1, 1))).all()  # another array
+    assert (np.asarray(random_bits((64,), 1, 0)) != np.asarray(random_bits((64,), 1, 1))).all()  # another array
 
 
 NUM_UPDATES = 3000

@@ -1,0 +1,92 @@
+"""Checks of the metrics of earlier steps, so that the host does not wait for the current step."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.sharding.errors import check_cases, problem
+
+STEPS_IN_FLIGHT = 2
+"""Number of dispatched steps that the host does not wait for. Two are enough to hide the work of the host. With more,
+the CPU backend gets slower: threads of different programs wait for their collectives and occupy the cores."""
+LOST_UPDATES = "lost_updates"
+"""Metric of a step: the share of nonzero updates that rounding of 16-bit parameters loses."""
+MIN_REPORTED_LOSS = 0.01
+"""Share of lost updates below which there is no warning."""
+
+
+def check_finite(metrics: Mapping[str, Any]) -> None:
+    """Check that the loss and the gradients of a step are finite. Waits for the step.
+
+    With `nonfinite="raise"`, the training step raises the same error three calls later, without waiting for the
+    devices. Call this function after the last step, or when a loop reads its metrics.
+
+    Args:
+      metrics: the metrics that a training step returned.
+
+    Raises:
+      ValueError: `finite` is False, or the metrics do not contain it.
+
+    Example:
+      >>> for batch in batches:  # doctest: +SKIP
+      ...     state, metrics = step(state, batch)
+      >>> mp.check_finite(metrics)  # doctest: +SKIP
+    """
+    reason, fix = "it contains no `finite`", 'pass the metrics of mp.train_step(loss_fn, nonfinite="raise")'
+    check_cases("check_finite(metrics)", "check them", "missing-argument", ("finite" not in metrics, reason, fix))
+    if not bool(np.asarray(metrics["finite"])):
+        values = ", ".join(f"{name} {float(np.asarray(metrics[name]))}" for name in ("loss", "grad_norm"))
+        reason = f"the gradients are not finite ({values}), so the update was skipped"
+        fix = "check the batch, lower the learning rate or clip gradients; or use nonfinite='skip'"
+        raise problem("the training step", "update the parameters", reason, fix, code="not-finite")
+
+
+class EarlierSteps:
+    """The metrics of the last steps of a loop."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self._raises, self._has_warned = raises, False
+        self._metrics: collections.deque[Mapping[str, Any]] = collections.deque()
+        self._last: Any = None
+        """The counter in the last state."""
+
+    def add(self, step: Any, new_step: Any, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step, and check a step that is no longer in flight.
+
+        Args:
+          step, new_step: the counter in the state before and after the step. If `step` is not the last `new_step`, a new
+            loop begins, for example from a checkpoint, and the metrics of the previous loop are dropped.
+          metrics: the metrics of the step.
+        """
+        if isinstance(new_step, jax.core.Tracer):
+            return
+        if step is not self._last:
+            self._metrics.clear()
+        self._last = new_step
+        self._metrics.append({name: metrics[name] for name in _NAMES if name in metrics})
+        while len(self._metrics) > STEPS_IN_FLIGHT + 1:
+            self._check(self._metrics.popleft())
+
+    def _check(self, metrics: Mapping[str, Any]) -> None:
+        if self._raises:
+            check_finite(metrics)
+        if not self._has_warned and LOST_UPDATES in metrics:
+            share = float(np.asarray(metrics[LOST_UPDATES]))
+            if share >= MIN_REPORTED_LOSS:
+                self._has_warned = True
+                warnings.warn(
+                    f"{share:.1%} of the updates are lost: the trained parameters have 16 bits, and rounding to "
+                    "nearest discards updates below 1/512 of a bfloat16 parameter. Train in float32 "
+                    "(mp.Precision(params='float32', compute='bfloat16')), or wrap the optimizer in "
+                    "mp.optim.stochastic_rounding. The metric `lost_updates` has the share of each step.",
+                    stacklevel=4,
+                )
+
+
+_NAMES = ("finite", "loss", "grad_norm", LOST_UPDATES)

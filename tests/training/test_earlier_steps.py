@@ -1,0 +1,72 @@
+"""Non-finite steps of a user's loop: the step raises later, and check_finite raises at once."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.training.earlier_steps import STEPS_IN_FLIGHT, EarlierSteps
+from tests.equal import mesh_of
+from tests.errors import raises
+from tests.training.test_optimizers import BATCH, MODEL, loss
+
+BAD = {**BATCH, "y": BATCH["y"] * np.nan}
+
+
+def new_state():
+    return mp.init_state(MODEL, optax.sgd(1e-3), mesh=mesh_of(mp.MeshSpec(fsdp=8)), strategy=mp.fsdp(), key=0)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return mp.train_step(loss)
+
+
+def test_step_raises_three_calls_after_a_nonfinite_step(step):
+    state, _ = step(new_state(), BATCH)
+    state, metrics = step(state, BAD)
+    for _ in range(STEPS_IN_FLIGHT):
+        state, _ = step(state, BATCH)
+    with raises("not-finite", "the training step"):
+        step(state, BATCH)
+    with raises("not-finite", "the training step"):
+        mp.check_finite(metrics)
+
+
+def test_check_finite_raises_after_the_last_step(step):
+    state = new_state()
+    for _ in range(2):
+        state, metrics = step(state, BAD)
+    assert int(state.skipped) == 2
+    with raises("not-finite", "the training step"):
+        mp.check_finite(metrics)
+    state, metrics = step(state, BATCH)
+    mp.check_finite(metrics)
+    mp.check_finite(jax.device_get(metrics))
+
+
+def test_other_states_and_options_do_not_raise(step):
+    state, _ = step(new_state(), BAD)
+    state = new_state()  # for example from a checkpoint
+    for _ in range(STEPS_IN_FLIGHT + 2):
+        state, _ = step(state, BATCH)
+    skipping = mp.train_step(loss, nonfinite="skip")
+    for _ in range(STEPS_IN_FLIGHT + 2):
+        state, _ = skipping(state, BAD)
+    with raises("missing-argument", "check_finite"):
+        mp.check_finite({"loss": 1.0})
+
+
+def test_steps_in_flight_are_not_read():
+    class Unread:
+        def __array__(self, dtype=None, copy=None):
+            raise AssertionError("waited for a step in flight")
+
+    steps = EarlierSteps(raises=True)
+    for index in range(STEPS_IN_FLIGHT + 1):
+        steps.add(index, index + 1, {"finite": Unread()})
+    with pytest.raises(AssertionError):
+        steps.add(STEPS_IN_FLIGHT + 1, STEPS_IN_FLIGHT + 2, {"finite": Unread()})
