@@ -406,12 +406,12 @@ def build_step(recipe: Recipe) -> TrainStep:
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
     """Return the result of the function `recipe` of a file. The path `file.py:name` calls the function `name` instead.
 
+    A name without folder and suffix is a recipe of the package, unless there is a file with this name: `gpt_stdlib`.
     If the function has a parameter `devices`, it receives the number of devices. None keeps the parameter's default.
     """
-    file, _, name = str(path).partition(":")
-    name = name or "recipe"
+    file, name = _file_of(str(path)), str(path).partition(":")[2] or "recipe"
     with explain_recipe_errors([str(path)], "call it"):
-        module = _import_file(Path(file))
+        module = _import_file(file)
         make = getattr(module, name, None)
         if not callable(make):
             names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
@@ -437,7 +437,7 @@ def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[No
     except BaseException as error:
         if isinstance(error, click.ClickException | MeshparError | KeyboardInterrupt):
             raise
-        names = {os.path.realpath(recipe.partition(":")[0]): recipe for recipe in recipes}
+        names = {os.path.realpath(_file_of(recipe)): recipe for recipe in recipes}
         if isinstance(error, SyntaxError) and error.filename:
             file, line = error.filename, error.lineno or 0
         else:  # the last line of a recipe, else the line that raised the exception
@@ -450,12 +450,29 @@ def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[No
         raise problem(where, requested, reason, fix, code="error-in-recipe") from error
 
 
+def _packaged_recipes() -> dict[str, Path]:
+    """Return the files of the recipes that are installed with meshpar, by name."""
+    package = Path(__file__).parents[1]
+    # A wheel has the recipes inside the package, a checkout next to it.
+    folder = next((folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir()), package)
+    return {file.stem: file for file in sorted(folder.glob("*.py"))} if folder != package else {}
+
+
+def _file_of(path: str) -> Path:
+    """Return the file of a recipe's path or name; see `load_recipe`."""
+    name = path.partition(":")[0]
+    is_packaged = name.isidentifier() and not os.path.isfile(name)
+    return _packaged_recipes().get(name, Path(name)) if is_packaged else Path(name)
+
+
 def _import_file(file: Path) -> types.ModuleType:
     if not os.path.exists(file):
-        folders = {file.parent if file.parent.is_dir() else Path(), Path("recipes")}
+        folders, packaged = {file.parent if file.parent.is_dir() else Path(), Path("recipes")}, _packaged_recipes()
         files = [path for folder in folders if folder.is_dir() for path in folder.glob("*.py")]
         same_name = next((f"did you mean `{path}`?" for path in files if path.stem == file.stem), None)
-        where, fix = f"recipe `{str(file)[:200]}`", same_name or near(str(file), files)
+        if same_name is None and file.stem in packaged:
+            same_name = f"did you mean the installed recipe `{file.stem}`?"
+        where, fix = f"recipe `{str(file)[:200]}`", same_name or near(str(file), [*files, *packaged])
         raise problem(where, "read it", "there is no such file", fix, code="missing-file")
     check_file(file, f"recipe `{file}`", "name a .py file")
     main = sys.modules.get("__main__")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,8 @@ from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.config import RopeScaling
 from tests.errors import raises
+
+ROOT = Path(__file__).parents[2]
 
 
 def small(**given: Any) -> Recipe:
@@ -349,9 +352,24 @@ def test_load_recipe_passes_the_number_of_devices(tmp_path):
     assert load_recipe(f"{file}:fixed", devices=16).mesh["fsdp"] == 2
 
 
+def test_load_recipe_finds_installed_recipes_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("digits_linen", devices=4).mesh == load_recipe(ROOT / "recipes/digits_linen.py", devices=4).mesh
+    Path("digits_linen").write_text(FILE)  # a file of the user has priority
+    with raises("wrong-type"):
+        load_recipe("digits_linen")
+
+
+def test_wheel_contains_the_recipes():
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"recipes": "meshpar/recipes"}
+
+
 @pytest.mark.parametrize(
     ("path", "code", "word"),
     [
+        ("recipes/gpt_stdlib.py", "missing-file", "the installed recipe `gpt_stdlib`"),
+        ("gpt_stdlip", "missing-file", "`gpt_stdlib`"),
         ("mine.py:recipes", "not-found", "did you mean `recipe`"),
         ("mine.py:wrong", "wrong-type", "return mp.Recipe"),
         ("mien.py", "missing-file", "`mine.py`"),
