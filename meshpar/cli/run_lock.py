@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshpar.sharding.host_resources import open_no_link
+from meshpar.sharding.host_resources import LockedError, locked
 from meshpar.sharding.types import problem
 
 WAIT_S = 5.0
 """Seconds to wait for the end of a previous run."""
-_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
-"""Errors of `flock` on file systems without locks."""
-_POLL_S = 0.1
 
 
 @contextlib.contextmanager
@@ -35,31 +29,16 @@ def lock_run_folder(folder: Path, *, warn: Callable[[str], None], wait_s: float 
     Raises:
       ValueError: if a different process has the lock. The message names its host and process id.
     """
-    import fcntl
-
     where, requested, fix = f"run {folder}", "write to it", "use --name for another run"
     if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
         raise problem(where, requested, "it is a link that another user created", fix, code="conflict")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path, deadline = folder.with_name(f".{folder.name}.lock"), time.monotonic() + wait_s
-    with open(open_no_link(path, os.O_RDWR), encoding="utf-8", errors="replace") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    reason = f"{file.read(1000) or 'another process'} is training in this folder"
-                    raise problem(
-                        where, requested, reason, f"wait for it, stop it, or {fix}", code="conflict"
-                    ) from None
-                time.sleep(_POLL_S)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                warn(f"the file system of {folder.parent} has no locks: a second run is not detected")
-                break
-        with contextlib.suppress(OSError):  # a full disk: the lock works without its description
-            os.ftruncate(file.fileno(), 0)
-            os.pwrite(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    with contextlib.ExitStack() as stack:
+        try:
+            has_lock = stack.enter_context(locked(folder.with_name(f".{folder.name}.lock"), wait_s=wait_s))
+        except LockedError as error:
+            reason, fix = f"{error.holder} is training in this folder", f"wait for it, stop it, or {fix}"
+            raise problem(where, requested, reason, fix, code="conflict") from None
+        if not has_lock:
+            warn(f"the file system of {folder.parent} has no locks: a second run is not detected")
         yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
@@ -28,7 +27,7 @@ from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.tokens import Tokenizer, token_dtype
 from meshpar.sharding.errors import problem
-from meshpar.sharding.host_resources import check_name, open_no_link, read_json
+from meshpar.sharding.host_resources import LockedError, check_name, locked, read_json
 
 SIDES = ("train", "valid")
 COUNTS = ("documents", "bytes", "tokens")
@@ -40,6 +39,10 @@ _CONTEXT_CHARS = 1000
 """Number of characters before and after a split whose tokens must not change."""
 _MAX_SPLITS = 64
 """Maximum number of split positions to try."""
+_BEAT_S = 5.0
+"""Seconds between two signs of life of the process that writes to the cache."""
+_STALL_S = 60.0
+"""Seconds without a sign of life after which waiting processes stop with an error."""
 _FORMAT = 3
 """Version of the cache format. Part of the folder name."""
 
@@ -66,7 +69,7 @@ def token_streams(
       tokenizer: the tokenizer.
       valid_fraction: approximate fraction of the documents in the validation set.
       cache: a folder for the result, or None for a temporary file. An existing result is verified and reused. If
-        processes need the same result at the same time, the first process writes it and the other processes wait.
+        processes need the same result at the same time, the first process writes it and the other processes wait, unless it is stopped for a minute.
     """
     with writing("`TextData.cache`", cache), contextlib.ExitStack() as stack:
         if cache is not None:
@@ -253,13 +256,14 @@ def _file_state(file: File) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Wait for the exclusive lock of a file. Yield False if the file system does not support locks."""
-    with open(open_no_link(path, os.O_RDWR), "r+b") as file:
+    """Wait for the lock of a folder of the cache while its holder is alive. Yield False without locks."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            has_lock = True
-        except OSError:
-            has_lock = False
+            has_lock = stack.enter_context(locked(path, wait_s=_STALL_S, beat_s=_BEAT_S))
+        except LockedError as error:
+            reason = f"{error.holder} is writing the same tokens and has not been active for {_STALL_S:g} s"
+            fix = "continue or end that process, or use cache=None"
+            raise problem("`TextData.cache`", f"write tokens to {path.parent}", reason, fix, "conflict") from None
         yield has_lock
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import socket
 import stat
 import sysconfig
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import walk_tb
@@ -20,6 +24,9 @@ MAX_BYTES = 1 << 28
 """Maximum size of a settings file (a plan, a profile, a recipe.json)."""
 MAX_DIGITS = 100
 """Maximum number of digits of an integer in a settings file."""
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+"""Errors of `flock` on file systems without locks."""
+_LOCK_POLL_S = 0.1
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
@@ -148,6 +155,76 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class LockedError(Exception):
+    """Another process has a lock. `holder` is `process 12 on host`, from the content of the lock file."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait_s: float, beat_s: float | None = None) -> Iterator[bool]:
+    """Have the exclusive lock of a file during the block. Yield False if the file system has no locks.
+
+    The lock ends with the process. The file is never removed: without a running process, it has no effect.
+
+    Args:
+      path: the lock file, which is created if necessary.
+      wait_s: seconds to wait for the lock. With `beat_s`, the time starts again whenever the holder is seen alive.
+      beat_s: seconds between two changes of the file's time by the holder. They show that the holder is not stopped.
+
+    Raises:
+      LockedError: another process has the lock.
+    """
+    import fcntl
+
+    with open(open_no_link(path, os.O_RDWR), "r+b", buffering=0) as file, contextlib.ExitStack() as stack:
+        deadline, seen, has_lock = time.monotonic() + wait_s, os.fstat(file.fileno()).st_mtime_ns, False
+        while not has_lock:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_lock = True
+            except BlockingIOError:
+                before, seen = seen, os.fstat(file.fileno()).st_mtime_ns
+                if beat_s is not None and seen != before:
+                    deadline = time.monotonic() + wait_s
+                if time.monotonic() > deadline:
+                    holder = os.pread(file.fileno(), 1000, 0).decode(errors="replace")
+                    raise LockedError(holder or "another process") from None
+                time.sleep(_LOCK_POLL_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
+        if has_lock:
+            with contextlib.suppress(OSError):  # a full disk: the lock works without its description
+                os.ftruncate(file.fileno(), 0)
+                os.pwrite(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            if beat_s is not None:
+                stack.enter_context(_beating(file.fileno(), beat_s))
+        yield has_lock
+
+
+@contextlib.contextmanager
+def _beating(descriptor: int, beat_s: float) -> Iterator[None]:
+    """Set the time of a file periodically, in a thread."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(beat_s):
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
+
+    thread = threading.Thread(target=beat, name="meshpar-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextlib.contextmanager
