@@ -69,7 +69,8 @@ def token_streams(
       tokenizer: the tokenizer.
       valid_fraction: approximate fraction of the documents in the validation set.
       cache: a folder for the result, or None for a temporary file. An existing result is verified and reused. If
-        processes need the same result at the same time, the first process writes it and the other processes wait, unless it is stopped for a minute.
+        processes need the same result at the same time, the first process writes it and the other processes wait. If
+        it is stopped for a minute, they raise an error.
     """
     with writing("`TextData.cache`", cache), contextlib.ExitStack() as stack:
         if cache is not None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import secrets
@@ -44,9 +45,10 @@ def check_url(url: str, where: str) -> None:
 
 
 def filesystem(url: str, where: str) -> Any:
-    """Return the fsspec file system of a URL. Raises as `check_url` does."""
+    """Return the fsspec file system of a URL. Raises as `check_url` does, and if there are no credentials for gs://."""
     check_url(url, where)
-    return _filesystem(url.partition(":")[0])
+    with accessing(url, where, "use it"):
+        return _filesystem(url.partition(":")[0])
 
 
 @functools.cache
@@ -56,6 +58,12 @@ def _filesystem(scheme: str) -> Any:
     # Other processes write to the same folders. orbax uses the same instance as this module.
     for name in ("gcs", "gs", "s3"):
         fsspec.config.conf.setdefault(name, {})["use_listings_cache"] = False
+    if scheme == "gs" and "STORAGE_EMULATOR_HOST" not in os.environ and "token" not in fsspec.config.conf["gs"]:
+        import google.auth
+
+        google.auth.default()  # without credentials, gcsfs would try anonymous requests for a minute
+    if "GCSFS_DEBUG" not in os.environ:
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
     return fsspec.filesystem(scheme)
 
 
@@ -75,7 +83,10 @@ def accessing(url: str, where: str, requested: str) -> Iterator[None]:
             reason, code = f"there are no valid credentials ({text})", "missing-credentials"
             fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             if url.startswith("gs:"):
-                fix = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
+                fix = (
+                    "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS; set "
+                    "FSSPEC_GS_TOKEN=anon to read a public bucket"
+                )
         elif isinstance(error, PermissionError):
             reason, code, fix = f"access is denied ({text})", "not-writable", "use credentials with access to it"
         elif isinstance(error, FileNotFoundError):
@@ -94,10 +105,6 @@ def check_access(url: str, where: str) -> None:
     check_url(url, where)
     name = f".probe-{secrets.token_hex(8)}"
     with accessing(url, where, "write to it"):
-        if url.startswith("gs:") and "STORAGE_EMULATOR_HOST" not in os.environ:
-            import google.auth
-
-            google.auth.default()  # without credentials, gcsfs would try for a minute to write anonymously
         files = filesystem(url, where)
         files.pipe_file(f"{url}/{name}", b"meshpar")
         try:

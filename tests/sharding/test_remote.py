@@ -7,6 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from meshpar.data.text import find
+from meshpar.loop.checkpoint import Checkpoints
 from meshpar.sharding import remote
 from tests.errors import raises
 
@@ -51,7 +53,15 @@ def test_missing_credentials_are_named(bucket, fresh_client, monkeypatch):
         remote.check_access(f"{bucket}/runs", "--out")
 
 
-def test_missing_gs_credentials_are_named(fresh_client, monkeypatch):
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda url: remote.check_access(url, "--out"), lambda url: remote.filesystem(url, "run"),
+        lambda url: remote.copy_of(url, "`tokenizer`"), lambda url: find([url]), lambda url: Checkpoints(url),
+    ],
+    ids=["write", "filesystem", "copy", "data", "checkpoints"],
+)  # fmt: skip
+def test_missing_gs_credentials_are_named(fresh_client, monkeypatch, use):
     google = pytest.importorskip("google.auth", reason="needs `pip install meshpar[remote]`")
 
     def fail(**_):
@@ -59,8 +69,11 @@ def test_missing_gs_credentials_are_named(fresh_client, monkeypatch):
 
     monkeypatch.setattr(google, "default", fail)
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setitem(fsspec.config.conf, "gs", {})
     with raises("missing-credentials"):
-        remote.check_access("gs://bucket/runs", "--out")
+        use("gs://bucket/runs")
+    fsspec.config.conf["gs"]["token"] = "anon"  # as FSSPEC_GS_TOKEN=anon
+    remote.filesystem("gs://bucket/runs", "run")
 
 
 def test_missing_package_names_the_extra(monkeypatch):
