@@ -60,7 +60,13 @@ from meshpar.loop.fit import (
 from meshpar.loop.goodput import Goodput
 from meshpar.loop.goodput import words as goodput_words
 from meshpar.loop.metric_writers import check_writers, writers
-from meshpar.loop.metrics_file import JsonlWriter, missing_steps, read_lines
+from meshpar.loop.metrics_file import (
+    JsonlWriter,
+    describe_missing,
+    missing_steps,
+    missing_validations,
+    read_lines,
+)
 from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
 from meshpar.loop.run_folder import RunFolder, run_folder
@@ -603,9 +609,8 @@ def _report(
         "goodput": goodput.share,
         "wall_s": {name: round(seconds, 3) for name, seconds in goodput.seconds.items()},
     }
-    missing = missing_steps(curves, result.step)
-    if missing:
-        summary["missing_steps"] = missing
+    missing = {"missing_steps": missing_steps(curves, result.step), "missing_validations": missing_validations(curves)}
+    summary |= {name: ranges for name, ranges in missing.items() if ranges}
     if isinstance(source, MixedSource):
         summary["sources"] = source.progress(result.step)
     if loads is not None:
@@ -631,10 +636,10 @@ def _report(
     if "sample" in summary:
         screen.text("sample", summary["sample"])
     screen.fields("result", _result(summary, folder))
-    if missing:
-        where, ranges = f"run {folder}: metrics.jsonl", ", ".join(f"{first} to {last}" for first, last in missing[:4])
+    if lost := describe_missing(curves, result.step):
+        where = f"run {folder}: metrics.jsonl"
         fix = "restore the file from a copy and repeat the command; the checkpoints are complete"
-        requested, reason = "report the metrics of all steps", f"the metrics of steps {ranges} are missing"
+        requested, reason = "report the metrics of all steps", f"the metrics of {lost} are missing"
         raise problem(where, requested, reason, fix, code="damaged-file")
     return outcome
 

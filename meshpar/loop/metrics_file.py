@@ -25,9 +25,10 @@ MAX_LINES = 100_000
 class JsonlWriter(Hook):
     """Hook that writes metrics.jsonl, on process 0. A killed run leaves at most its last line incomplete.
 
-    The line of a step has `step, loss, tokens_per_s, mfu, seconds` and its other metrics. The line of a validation has
-    `step`, each metric with the prefix `val_`, and `seconds`. JSON has no NaN: non-finite values are null, and
-    `nonfinite` contains them as text by name. A resumed run removes the lines of the steps that it repeats.
+    The line of a step has `step, loss, tokens_per_s, mfu, seconds` and its other metrics, and `"validation": true` if a
+    validation follows. The line of a validation has `step`, each metric with the prefix `val_`, and `seconds`. JSON has
+    no NaN: non-finite values are null, and `nonfinite` contains them as text by name. A resumed run removes the lines of
+    the steps that it repeats, and warns if lines of earlier steps are missing.
 
     If the file is removed, replaced or truncated during the run, or the disk was full, the next write restores it from
     memory with a warning. Steps whose lines are lost are recorded in a line `step, missing_from`.
@@ -55,12 +56,13 @@ class JsonlWriter(Hook):
         lines, missing = _with_gaps(_valid_lines(content, last_step=run.first_step), run.first_step)
         self._open(lines)
         if missing:
-            warnings.warn(f"{self._path}: {_describe(missing)}, which the run has completed", stacklevel=2)
+            warnings.warn(f"{self._path}: it lacks {missing}, which the run has completed", stacklevel=2)
 
     def on_record(self, run: Run, record: Record) -> None:
         rates = {"tokens_per_s": record.tokens_per_s, "mfu": record.mfu, "seconds": record.seconds}
         more = {} if self._also is None else self._also(record)
-        self._write({"step": record.step, "loss": record.loss, **rates, **record.metrics, **more})
+        mark = {"validation": True} if record.step == run.validates_after else {}
+        self._write({"step": record.step, "loss": record.loss, **rates, **record.metrics, **mark, **more})
 
     def on_validation(self, run: Run, validation: Validation) -> None:
         metrics = {f"val_{name}": value for name, value in validation.metrics.items()}
@@ -107,7 +109,7 @@ class JsonlWriter(Hook):
             action = f"it cannot be restored now ({error.strerror or error}). The run continues"
             was_reported, self._is_lost = self._is_lost, True
         if not was_reported:
-            lost = f"; {_describe(missing)}" if missing else ""
+            lost = f"; it lacks {missing}" if missing else ""
             cause = "was removed, replaced or truncated during the run, or the disk was full"
             warnings.warn(f"{self._path} {cause}: {action}{lost}", stacklevel=2)
         return True
@@ -138,9 +140,26 @@ def missing_steps(lines: Iterable[Mapping[str, Any]], last_step: int) -> list[tu
     return [(before + 1, after - 1) for before, after in itertools.pairwise(edges) if after - before > 1]
 
 
-def _describe(missing: Sequence[tuple[int, int]], limit: int = 4) -> str:
-    ranges = ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in missing[:limit])
-    return f"it lacks steps {ranges}" + (", …" if len(missing) > limit else "")
+def missing_validations(lines: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the steps that were followed by a validation without a line."""
+    expected, written = set[int](), set[int]()
+    for line in lines:
+        if line.get("validation") is True:
+            expected.add(line["step"])
+        if any(name.startswith("val_") for name in line):
+            written.add(line["step"])
+    return sorted(expected - written)
+
+
+def describe_missing(lines: Sequence[Mapping[str, Any]], last_step: int, limit: int = 4) -> str:
+    """Return the missing lines of steps and validations as text, or an empty string."""
+    validations = [(step, step) for step in missing_validations(lines)]
+    missing = {"steps": missing_steps(lines, last_step), "validations after steps": validations}
+    texts = []
+    for name, ranges in missing.items():
+        numbers = [f"{first} to {last}" if first < last else f"{first}" for first, last in ranges]
+        texts += [f"{name} {', '.join([*numbers[:limit], *['…'] * (len(numbers) > limit)])}"] * bool(numbers)
+    return " and ".join(texts)
 
 
 def _valid_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
@@ -149,17 +168,17 @@ def _valid_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
     def is_valid(line: bytes) -> bool:
         try:
             values = json.loads(line)
-            return line.endswith(b"\n") and values["step"] <= last_step and "missing_from" not in values
+            return values["step"] <= last_step and "missing_from" not in values
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
 
-    return [line for line in content.splitlines(keepends=True) if is_valid(line)]
+    return [line + b"\n" for line in content.split(b"\n") if is_valid(line)]
 
 
-def _with_gaps(lines: Iterable[bytes], last_step: int) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Return the lines in order, with a line for each range of missing steps, and these ranges."""
+def _with_gaps(lines: Iterable[bytes], last_step: int) -> tuple[list[bytes], str]:
+    """Return the lines in order, with a line for each range of missing steps, and a description of missing lines."""
     numbered = [(json.loads(line), line) for line in lines]
-    missing = missing_steps([values for values, _ in numbered], last_step)
-    gaps = [{"step": last, "missing_from": first} for first, last in missing]
+    all_values = [values for values, _ in numbered]
+    gaps = [{"step": last, "missing_from": first} for first, last in missing_steps(all_values, last_step)]
     ordered = sorted([*((gap, json_line(gap).encode()) for gap in gaps), *numbered], key=lambda entry: entry[0]["step"])
-    return [line for _, line in ordered], missing
+    return [line for _, line in ordered], describe_missing(all_values, last_step)

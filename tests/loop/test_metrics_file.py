@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import pytest
 
 from meshpar.loop import metrics_file
 from meshpar.loop.fit import Hook, Validator
-from meshpar.loop.metrics_file import JsonlWriter, json_line, missing_steps, read_lines
+from meshpar.loop.metrics_file import JsonlWriter, describe_missing, json_line, missing_steps, read_lines
 from tests.loop.test_fit import FakeStep, Log, State, run
 
 
@@ -94,7 +95,7 @@ def test_resumed_run_removes_the_lines_it_repeats(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m"]
 
 
-JUNK = ("", "null\n", "[1]\n", '{"loss": 1}\n', '{"step": []}\n', "\x00\x00\n", "[" * 100_000 + "\n", '{"step": 1}')
+JUNK = ("", "null\n", "[1]\n", '{"loss": 1}\n', '{"step": []}\n', "\x00\x00\n", "[" * 100_000 + "\n", '{"step": 1')
 
 
 @pytest.mark.parametrize("junk", JUNK)
@@ -102,6 +103,30 @@ def test_invalid_lines_are_removed(tmp_path, junk):
     (tmp_path / "m").write_text(json_line({"step": 1, "loss": 1.0}) + junk)
     run(3, hooks=[JsonlWriter(tmp_path / "m")], state=State(1))
     assert [line["step"] for line in lines(tmp_path / "m")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (lambda text: text[:-9], "validations after steps 4"), (lambda text: text[: text.rindex('{"step')], None),
+        (lambda text: "".join(line for line in text.splitlines(True) if "val_" not in line),
+         "validations after steps 2, 4"),
+        (lambda text: text[:-1], ""), (lambda text: text, ""),
+    ],
+    ids=["last line cut", "last line removed", "all validations", "newline removed", "intact"],
+)  # fmt: skip
+def test_lost_validations_of_a_resumed_run_are_reported(tmp_path, damage, lost):
+    path, lost = tmp_path / "m", "validations after steps 4" if lost is None else lost
+    validator = Validator(lambda state, batch: {"loss": 0.0, "acc": 1.0}, [1], every=2)
+    run(4, hooks=[JsonlWriter(path), validator])
+    expected = lines(path)
+    assert [line["step"] for line in expected if "validation" in line] == [2, 4]
+    path.write_text(damage(path.read_text()))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"m: it lacks {lost},") if lost else contextlib.nullcontext():
+            run(4, hooks=[JsonlWriter(path), validator], state=State(4))
+        assert describe_missing(lines(path), 4) == lost
+    assert lost or lines(path) == expected
 
 
 def no_room(*_):
