@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -15,7 +16,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,6 +97,8 @@ NO_PROGRAM = (
     "writers", "pgle", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Recipe fields that may change on resume and do not change the program."""
+_RUN_FILES = ("recipe.json", "sharding.json", "sharding.txt")
+"""Files that describe a run, written before its first step."""
 VOCAB_MULTIPLE = 128
 """The vocabulary of a tokenizer is padded to this multiple, which common mesh sizes and matmul tiles divide."""
 
@@ -188,7 +192,7 @@ def _train_in(
             run_info = {"data": data, "sharding": setup.table.to_json(), "program": str(program)}
             with watchdog.busy(watchdog.WAITS):
                 pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on every host")
-        stack.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
+        texts = stack.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
         screen.fields("meshpar train", _run_description(recipe, setup, source, folder))
         with Checkpoints(folder.checkpoints, keep=recipe.keep_checkpoints) as checkpoints:
             with screen.progress("restoring or initializing the state"), _cleaned_up(folder, checkpoints):
@@ -201,7 +205,8 @@ def _train_in(
             screen.print(_start_line(first_step, recipe.steps, folder))
             screen.print(str(program))
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=start_time_s)
-            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput)
+            save_files = functools.partial(_restore_files, folder, texts, from_hf)
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, save_files)
             if profile is not None:
                 about = {"program": str(program)}
                 hooks.append(Profile(folder / "profile", first=profile[0], last=profile[1], about=about))
@@ -281,6 +286,7 @@ def _hooks(
     checkpoints: Checkpoints,
     screen: Screen,
     goodput: Goodput,
+    save_files: Callable[[], None],
 ) -> list[Hook]:
     # Ten measurements in a short run, one per 100 steps in a long run.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
@@ -312,7 +318,7 @@ def _hooks(
             checkpoints,
             every=recipe.checkpoint_every or recipe.steps,
             retries=recipe.checkpoint_retries,
-            before_save=folder.upload,
+            before_save=save_files,
         ),
         Preemption(),
     ]
@@ -348,9 +354,10 @@ class StepProgram:
 def _start_line(step: int, steps: int, folder: RunFolder) -> str:
     if step >= steps:
         return f"step {step} of {steps} is done: nothing left to train"
-    if step:
-        return f"resuming at step {step} of {steps}"
     reached = max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
+    if step:
+        repeated = f" (an earlier run reached step {reached}, whose checkpoint is missing or was not written)"
+        return f"resuming at step {step} of {steps}" + repeated * (reached > step)
     return f"training {steps} steps" + f" (an earlier run reached step {reached} but has no checkpoint)" * bool(reached)
 
 
@@ -397,9 +404,13 @@ def check_ids(recipe: Recipe, source: Source) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(folder: RunFolder, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
-    """Lock the run folder, check that it belongs to this run, and write recipe.json, sharding.json and sharding.txt."""
-    pod, is_first = this_pod(), jax.process_index() == 0
+def _prepared(
+    folder: RunFolder, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen
+) -> Iterator[dict[str, str]]:
+    """Lock the run folder, check that it belongs to this run, and write `_RUN_FILES`. Yield their texts by name."""
+    pod, is_first, table = this_pod(), jax.process_index() == 0, program.setup.table
+    recipe = {**program.recipe.to_json(), "program": program.to_json()}
+    texts = dict(zip(_RUN_FILES, (_json_text(recipe), _json_text(table.to_json()), f"{table}\n"), strict=True))
     with contextlib.ExitStack() as stack:
         existed = folder.local.exists()
         if pod is not None and folder.url is None:
@@ -419,26 +430,41 @@ def _prepared(folder: RunFolder, program: StepProgram, *, fresh: bool, accept: b
                     number += 1
                 screen.print(f"renamed the folder of the earlier run to {folder.local.rename(renamed)}")
             folder.local.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
-            _write_json(folder / "recipe.json", {**program.recipe.to_json(), "program": program.to_json()})
-            _write_json(folder / "sharding.json", program.setup.table.to_json())
-            replace_file(folder / "sharding.txt", f"{program.setup.table}\n")
+            for name, text in texts.items():
+                replace_file(folder / name, text)
         barrier("meshpar: folder prepared")
         if (watch := watchdog.current()) is not None:
             watch.log = folder / f"process-{jax.process_index()}.log"
-        yield
+        yield texts
 
 
 @contextlib.contextmanager
 def _cleaned_up(folder: RunFolder, checkpoints: Checkpoints) -> Iterator[None]:
-    """Remove recipe.json, sharding.json and sharding.txt if the block fails before the first checkpoint."""
+    """Remove `_RUN_FILES` if the block fails before the first checkpoint."""
     try:
         yield
     except BaseException:
         if jax.process_index() == 0 and not checkpoints.steps():
-            for name in ("recipe.json", "sharding.json", "sharding.txt"):
+            for name in _RUN_FILES:
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / SOURCE_FOLDER, ignore_errors=True)
         raise
+
+
+def _restore_files(folder: RunFolder, texts: Mapping[str, str], from_hf: str | Path | None) -> None:
+    """Write the files of a running run again if they were removed, with a warning, and upload changed files."""
+    if jax.process_index() == 0:
+        missing = [name for name in texts if not (folder / name).exists()]
+        for name in missing:
+            folder.local.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
+            replace_file(folder / name, texts[name])
+        if from_hf is not None and not (folder / SOURCE_FOLDER).exists():
+            keep_source_files(from_hf, folder.local)
+            missing.append(SOURCE_FOLDER)
+        if missing:
+            text = f"{', '.join(missing)} were removed during the run and are written again"
+            warnings.warn(f"{folder}: {text}", stacklevel=2)
+    folder.upload()
 
 
 def _check_same_run(folder: RunFolder, program: StepProgram, *, accept: bool, screen: Screen) -> None:
@@ -508,8 +534,8 @@ def _format_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items())
 
 
-def _write_json(path: Path, document: Any) -> None:
-    replace_file(path, json.dumps(_json_finite(document), indent=2, ensure_ascii=False) + "\n")
+def _json_text(document: Any) -> str:
+    return json.dumps(_json_finite(document), indent=2, ensure_ascii=False) + "\n"
 
 
 def _json_finite(value: Any) -> Any:
@@ -626,7 +652,7 @@ def _report(
         return outcome
     if done:
         _plot(folder, recipe, curves, summary, loads)
-    _write_json(folder / "summary.json", summary)
+    replace_file(folder / "summary.json", _json_text(summary))
     if not done:
         screen.print(
             f"{result.reason} at step {result.step} of {recipe.steps}. The checkpoint is in {folder.checkpoints}. "

@@ -27,8 +27,8 @@ class JsonlWriter(Hook):
 
     The line of a step has `step, loss, tokens_per_s, mfu, seconds` and its other metrics, and `"validation": true` if a
     validation follows. The line of a validation has `step`, each metric with the prefix `val_`, and `seconds`. JSON has
-    no NaN: non-finite values are null, and `nonfinite` contains them as text by name. A resumed run removes the lines of
-    the steps that it repeats, and warns if lines of earlier steps are missing.
+    no NaN: non-finite values are null, and `nonfinite` contains them as text by name. A resumed run removes the lines
+    of the steps that it repeats, and warns if lines of earlier steps are missing.
 
     If the file is removed, replaced or truncated during the run, or the disk was full, the next write restores it from
     memory with a warning. Steps whose lines are lost are recorded in a line `step, missing_from`.
@@ -53,9 +53,9 @@ class JsonlWriter(Hook):
         if self._path.exists():
             check_file(self._path, str(self._path), "move it away: the run writes its own", max_bytes=None)
             content = self._path.read_bytes()
-        lines, missing = _with_gaps(_valid_lines(content, last_step=run.first_step), run.first_step)
+        lines, _ = _with_gaps(_valid_lines(content, last_step=run.first_step), run.first_step)
         self._open(lines)
-        if missing:
+        if missing := describe_missing([json.loads(line) for line in lines], run.first_step):
             warnings.warn(f"{self._path}: it lacks {missing}, which the run has completed", stacklevel=2)
 
     def on_record(self, run: Run, record: Record) -> None:
@@ -109,7 +109,7 @@ class JsonlWriter(Hook):
             action = f"it cannot be restored now ({error.strerror or error}). The run continues"
             was_reported, self._is_lost = self._is_lost, True
         if not was_reported:
-            lost = f"; it lacks {missing}" if missing else ""
+            lost = f"; it lacks {_describe('steps', missing)}" if missing else ""
             cause = "was removed, replaced or truncated during the run, or the disk was full"
             warnings.warn(f"{self._path} {cause}: {action}{lost}", stacklevel=2)
         return True
@@ -151,15 +151,16 @@ def missing_validations(lines: Iterable[Mapping[str, Any]]) -> list[int]:
     return sorted(expected - written)
 
 
-def describe_missing(lines: Sequence[Mapping[str, Any]], last_step: int, limit: int = 4) -> str:
+def describe_missing(lines: Sequence[Mapping[str, Any]], last_step: int) -> str:
     """Return the missing lines of steps and validations as text, or an empty string."""
     validations = [(step, step) for step in missing_validations(lines)]
-    missing = {"steps": missing_steps(lines, last_step), "validations after steps": validations}
-    texts = []
-    for name, ranges in missing.items():
-        numbers = [f"{first} to {last}" if first < last else f"{first}" for first, last in ranges]
-        texts += [f"{name} {', '.join([*numbers[:limit], *['…'] * (len(numbers) > limit)])}"] * bool(numbers)
-    return " and ".join(texts)
+    texts = _describe("steps", missing_steps(lines, last_step)), _describe("validations after steps", validations)
+    return " and ".join(filter(None, texts))
+
+
+def _describe(name: str, ranges: Sequence[tuple[int, int]], limit: int = 4) -> str:
+    numbers = [f"{first} to {last}" if first < last else f"{first}" for first, last in ranges]
+    return f"{name} {', '.join([*numbers[:limit], *['…'] * (len(numbers) > limit)])}" if numbers else ""
 
 
 def _valid_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
@@ -175,10 +176,10 @@ def _valid_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
     return [line + b"\n" for line in content.split(b"\n") if is_valid(line)]
 
 
-def _with_gaps(lines: Iterable[bytes], last_step: int) -> tuple[list[bytes], str]:
-    """Return the lines in order, with a line for each range of missing steps, and a description of missing lines."""
+def _with_gaps(lines: Iterable[bytes], last_step: int) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Return the lines in order, with a line for each range of missing steps, and these ranges."""
     numbered = [(json.loads(line), line) for line in lines]
-    all_values = [values for values, _ in numbered]
-    gaps = [{"step": last, "missing_from": first} for first, last in missing_steps(all_values, last_step)]
+    missing = missing_steps([values for values, _ in numbered], last_step)
+    gaps = [{"step": last, "missing_from": first} for first, last in missing]
     ordered = sorted([*((gap, json_line(gap).encode()) for gap in gaps), *numbered], key=lambda entry: entry[0]["step"])
-    return [line for _, line in ordered], describe_missing(all_values, last_step)
+    return [line for _, line in ordered], missing

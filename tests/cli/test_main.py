@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import jax
 import pytest
 
 from meshpar.cli import main as cli
+from meshpar.cli import train_command
+from meshpar.loop.fit import Hook
 
 RECIPE = """
 from __future__ import annotations
@@ -176,6 +179,45 @@ def test_missing_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
     assert "recipe.json is missing, so the recipe of its 2 steps is unknown" in error
     assert train_bodies("--accept-changes")[0] == 0
     assert (tmp_path / "bodies" / "recipe.json").exists()
+
+
+def test_removed_files_of_a_run_are_written_again(train_bodies, tmp_path, monkeypatch):
+    folder, fit = tmp_path / "bodies", train_command.fit
+
+    class Remove(Hook):
+        def on_record(self, run, record):
+            if record.step == 1:
+                shutil.rmtree(folder)
+
+    def with_removal(*args, hooks, **options):
+        return fit(*args, hooks=[*hooks, Remove()], **options)
+
+    monkeypatch.setattr(train_command, "fit", with_removal)
+    files = "recipe.json, sharding.json, sharding.txt"
+    with (
+        pytest.warns(UserWarning, match="metrics.jsonl was removed"),
+        pytest.warns(UserWarning, match=f"{files} were removed during the run and are written again"),
+    ):
+        code, _, _ = train_bodies()
+    assert code == 0
+    written = {path.name for path in folder.iterdir()}
+    assert {"recipe.json", "sharding.json", "sharding.txt", "metrics.jsonl", "checkpoints"} <= written
+    monkeypatch.undo()
+    assert train_bodies("--steps", 3)[0] == 0
+
+
+@pytest.mark.parametrize("damage", ["file", "renamed"])
+def test_resumed_run_reports_later_steps_without_a_checkpoint(train_bodies, tmp_path, damage):
+    checkpoints = tmp_path / "bodies" / "checkpoints"
+    assert train_bodies("--set", "checkpoint_every=1")[0] == 0
+    if damage == "file":
+        shutil.rmtree(checkpoints / "2")
+        (checkpoints / "2").touch()
+    else:
+        (checkpoints / "2").rename(checkpoints / "0")
+    code, text, _ = train_bodies()
+    assert code == 0
+    assert "resuming at step 1 of 2 (an earlier run reached step 2" in text
 
 
 def test_run_does_not_write_through_links(meshpar, tmp_path):
