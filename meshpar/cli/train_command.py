@@ -573,6 +573,10 @@ def _data_line(description: Mapping[str, Any]) -> str:
         unit = next((unit for unit in ("tokens", "examples") if unit in counts), None)
         items += [f"{counts[unit]:,} {unit} for {purpose}"] if unit else []
     items += [f"{source['weight']:.1%} from {name}" for name, source in description.get("sources", {}).items()]
+    parts = [description, *description.get("sources", {}).values()]
+    joined = [part["train"] for part in parts if part.get("separate_documents") is False]
+    if any(counts["documents"] >= counts["windows"] for counts in joined):
+        items.append("the documents in a row attend to each other (data.separate_documents=false)")
     if count := description.get("in_parts"):
         items.append(f"{count:,} conversations in parts, because their template changes earlier turns")
     if unused := description.get("unused_fields"):

@@ -24,7 +24,7 @@ from jaxtyping import Integer, UInt
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.mixture import MixedSource, check_sources, open_mixture
-from meshpar.data.rows import ArrayRows
+from meshpar.data.rows import PACKED_FIELDS, ArrayRows
 from meshpar.data.source import TokenSource, check_fields
 from meshpar.data.split import split_rows
 from meshpar.data.streams import mapped, spooled, writing, zeros
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 OPEN_ROWS = 64
 """Number of incomplete rows to consider when packing. Bounds the time of packing."""
 _SUFFIXES = (".jsonl", ".parquet")
-_FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ class ChatData:
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of a batch. Does not read the files."""
-        return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in _FIELDS}
+        return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in PACKED_FIELDS}
 
     def open(self, *, batch_size: int, seed: int) -> ChatSource | MixedSource:
         """Read, render, tokenize and pack the conversations. With `sources`, the result is a `MixedSource`."""
@@ -176,7 +175,7 @@ class ChatSource(TokenSource):
         """Hash of all rows in order."""
         digest = hashlib.blake2b(f"chat {self.tokenizer.name}".encode(), digest_size=16)
         for rows in self._packed:
-            for name in _FIELDS:
+            for name in PACKED_FIELDS:
                 digest.update(np.ascontiguousarray(rows[name]).data)
         return digest.hexdigest()
 
@@ -220,7 +219,7 @@ def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Int
             space.append(seq_len)
         rows[row].append(index)
         space[row] -= needed
-    out = {name: zeros((len(rows), seq_len), np.int32) for name in _FIELDS}
+    out = {name: zeros((len(rows), seq_len), np.int32) for name in PACKED_FIELDS}
     for row, indices in enumerate(rows):
         start = 0
         for segment, index in enumerate(indices, start=1):

@@ -139,7 +139,7 @@ def check_sources(data: Any, *, default: tuple[str, ...], example: str) -> None:
 
     Args:
       data: the description of the data.
-      default: the default of `files`, which data with `sources` may keep.
+      default: the default of `files`, which data with `sources` may keep. An equal tuple of the user is a conflict.
       example: an entry of `files` for the error message.
     """
     where, files, sources = type(data).__name__, data.files, data.sources
@@ -169,7 +169,7 @@ def check_sources(data: Any, *, default: tuple[str, ...], example: str) -> None:
         files = {name: checked_files(f"`{where}.files[{name!r}]`", x, example) for name, x in files.items()}
     elif not weights:
         files = checked_files(f"`{where}.files`", files, example)
-    elif not isinstance(files, tuple | list) or tuple(files) not in ((), default):
+    elif files and files is not default:
         reason, fix = f"`files` is {files!r}"[:200], 'write files={"name": "path", ...}, or name the paths in `sources`'
         raise problem(f"`{where}.sources`", "use it with a list of files", reason, fix, "conflict")
     object.__setattr__(data, "files", files)

@@ -254,7 +254,8 @@ def causal_attention(
         2023, "GQA").
       k_BTKD: keys.
       v_BTKW: values.
-      segments_BT: segment ids of packed sequences. Positions attend only within their segment.
+      segments_BT: segment ids of packed sequences. Positions attend only within their segment. For "cudnn" they become
+        a mask of `2 T²` bytes per example, and T must be even.
       implementation: "xla", "blockwise", "cudnn" or "tokamax". The last two raise an error if the library is missing or
         does not support these shapes and dtypes. All but "xla" need equal dimensions of keys and values, so the smaller
         is padded.
@@ -273,11 +274,11 @@ def causal_attention(
         options: dict[str, Any] = {"window": window, "cap": cap, "segments": segments_BT, "sinks": sinks_H}
         blockwise: Callable[..., Array] = functools.partial(blockwise_attention, **options)
         return _in_one_width(blockwise, q_BTHD, k_BTKD, v_BTKW, scale)
-    kernel: Callable[..., Array] = _by_cudnn
+    kernel: Callable[..., Array] = functools.partial(_by_cudnn, segments_BT=segments_BT)
     if implementation == "tokamax":
         kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, cap=cap)
     else:
-        _refuse("cuDNN's attention does", segments=segments_BT, cap=cap, sinks=sinks_H)
+        _refuse("cuDNN's attention does", cap=cap, sinks=sinks_H)
 
     def with_window(size: int | None) -> Callable[..., Array]:
         return functools.partial(_in_one_width, functools.partial(kernel, window=size), scale=scale)
@@ -371,10 +372,18 @@ def limits_of(cfg: TransformerConfig, kind: Array | None) -> dict[str, Any]:
 
 
 def _by_cudnn(
-    q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, *, scale: float | None = None, window: int | None = None
+    q_BTHD: Array,
+    k_BTKD: Array,
+    v_BTKD: Array,
+    *,
+    segments_BT: Array | None = None,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Array:
     near = None if window is None else (window - 1, 0)
-    options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": near}
+    # `jax.nn.dot_product_attention` has no segment ids.
+    mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None]
+    options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": near, "mask": mask}
     with cudnn.cudnn_errors(q_BTHD, k_BTKD, v_BTKD):
         return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, **options, implementation="cudnn")
 

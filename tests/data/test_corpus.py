@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import data
+from meshpar.cli.train_command import _data_line
 from meshpar.data import DataSource, Source, TextData
 from tests.errors import raises
 
@@ -77,8 +78,30 @@ def test_baseline_scores_the_served_tokens(folder):
         assert baseline.fitted.bytes_per_token == 1  # includes separators
 
 
+def test_separate_documents_are_not_predicted_from_each_other(folder):
+    source = opened(folder, seq_len=64, separate_documents=True)
+    assert "attend to each other" not in _data_line(source.describe())
+    assert "attend to each other" in _data_line(opened(folder, seq_len=200).describe())
+    shapes = {name: (4, *x.shape[1:]) for name, x in source.data.batch_shapes(4).items()}
+    with source.train() as batches:
+        assert {name: x.shape for name, x in batches.spec.items()} == shapes
+    served = [batch["weights"] for batch in source.valid()]
+    assert source.baseline().num_tokens == np.sum(served) < np.size(served)
+    assert source.baseline("all").num_tokens == len(source.valid_tokens) - source.describe()["valid"]["documents"]
+    with raises("conflict", "TextData.separate_documents"):
+        TextData(separate_documents=True, separator="")
+
+
 @pytest.mark.parametrize(
-    "change", [{"seq_len": 8}, {"valid_fraction": 0.3}, {"max_bytes": 2000}, {"batch_size": 8}, {"seed": 1}]
+    "change",
+    [
+        {"separate_documents": True},
+        {"seq_len": 8},
+        {"valid_fraction": 0.3},
+        {"max_bytes": 2000},
+        {"batch_size": 8},
+        {"seed": 1},
+    ],
 )
 def test_set_state_rejects_other_data(folder, change):
     state = opened(folder).train().get_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 
 import grain
 import numpy as np
@@ -107,6 +108,15 @@ def test_order_depends_on_the_seed_and_not_on_names_order(folder):
     assert list(itertools.chain(*rows())) != list(itertools.chain(*rows(sources={"web": 0.6, "code": 0.4})))
 
 
+def test_sources_of_equal_size_have_different_orders(folder):
+    (folder / "web").rename(folder / "text")
+    shutil.copytree(folder / "text", folder / "copy")
+    source = opened({"text": 1, "copy": 1}, files={"text": "text", "copy": "copy"})
+    rows = source.order()
+    first, second = ([rows[i] for i in range(start, 40, 2)] for start in (0, 1))
+    assert [row - source.train_rows.starts[1] for row in second] != first
+
+
 def test_mixture_on_a_mesh_matches_the_host(folder, mesh8):
     source, sharding = opened(batch_size=8), NamedSharding(mesh8, P("fsdp"))
     with source.train(sharding) as on_mesh, source.train() as on_host:
@@ -171,6 +181,7 @@ def test_files_give_short_names_to_paths(folder):
     ({"sources": ("web", "code")}, "wrong-type", "sources"),
     ({"sources": {3: 0.5}}, "wrong-type", "sources"),
     ({"sources": {"web": 1}, "files": ("code",)}, "conflict", "sources"),
+    ({"sources": {"web": 1}, "files": ("stdlib",)}, "conflict", "sources"),
     ({"sources": {"web": 1}, "files": {"wbe": "web"}}, "unknown-name", "TextData"),
     ({"files": {"web": "web"}, "sources": {}}, "unknown-name", "TextData.files"),
     ({"sources": {"web": 1}, "files": {"web": 3}}, "wrong-type", "files['web']"),

@@ -24,6 +24,19 @@ def test_windows_cover_each_target_once(seq_len, num_tokens):
     assert num_tokens - 1 - len(rows) * seq_len < seq_len
 
 
+def test_separate_documents_have_segments_positions_and_weights():
+    tokens = np.array([5, 0, 0, 6, 7, 8, 0, 9, 4], dtype=np.uint8)
+    rows = Windows(tokens, 4, name="training set", separator_id=0).read(np.array([0, 1]))
+    assert {name: x.tolist() for name, x in rows.items()} == {
+        "inputs": [[5, 0, 0, 6], [7, 8, 0, 9]],
+        "targets": [[0, 0, 6, 7], [8, 0, 9, 4]],
+        "segments": [[1, 1, 2, 3], [1, 1, 1, 2]],
+        "positions": [[0, 1, 0, 0], [0, 1, 2, 0]],
+        "weights": [[1, 0, 0, 1], [1, 1, 0, 1]],
+    }
+    assert {x.dtype for x in rows.values()} == {np.dtype(np.int32)}
+
+
 def test_windows_are_read_in_the_requested_order():
     rows = Windows(np.arange(9, dtype=np.uint16), 2, name="training set")
     assert rows.read(np.array([3, 0, 3]))["inputs"].tolist() == [[6, 7], [0, 1], [6, 7]]

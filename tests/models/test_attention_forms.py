@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 
 import jax
@@ -10,6 +12,8 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.collectives import cudnn
+from meshpar.data.rows import Windows
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.models.layers import KVCache
 from meshpar.models.sampling import empty_cache
@@ -111,6 +115,41 @@ def test_packed_sequences_have_the_logits_they_have_alone():
         np.testing.assert_allclose(both[:, :5], decode(tokens)[:, :5], atol=2e-6)
         behind = np.concatenate([tokens[:, 5:], tokens[:, :5]], axis=1)
         np.testing.assert_allclose(both[:, 5:], decode(behind)[:, :7], atol=2e-6)
+
+
+def test_rows_of_documents_have_the_loss_and_gradient_of_the_documents(monkeypatch):
+    """`TextData` rows of several documents, and each document in its own row, without meshpar's segments.
+
+    Plain attention with the mask of cuDNN's call replaces its kernel, which needs a GPU.
+    """
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *args, implementation, **options: plain(*args, **options)
+    )
+    monkeypatch.setattr(cudnn, "cudnn_errors", lambda *arrays: contextlib.nullcontext())
+    cfg = config(attention="xla", attention_cap=None, num_layers=1)
+    tokens = np.r_[3, 9, 4, 0, 8, 7, 6, 5, 0, 2, 0, 11, 12].astype(np.uint8)
+    row = Windows(tokens, SEQ, name="training set", separator_id=0).read(np.array([0]))
+    alone = {name: np.zeros((4, SEQ), np.int32) for name in ("inputs", "targets", "weights")}
+    for line, document in enumerate(([3, 9, 4, 0], [8, 7, 6, 5, 0], [2, 0], [11, 12])):
+        length = len(document) - 1
+        alone["inputs"][line, :length], alone["targets"][line, :length] = document[:-1], document[1:]
+        alone["weights"][line, :length] = 1
+    params = cfg.build().init(np.uint32([0, 1])).params
+
+    def loss_and_gradient(attention, batch):
+        def mean(params):
+            model = dataclasses.replace(cfg, attention=attention).build().bind(params, {})
+            loss, _ = next_token_loss(model, batch, None)
+            return loss.total / loss.weight
+
+        return jax.jit(jax.value_and_grad(mean))(params)
+
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
+        expected = loss_and_gradient("xla", alone)
+        for attention in ("xla", "blockwise", "cudnn"):
+            found = loss_and_gradient(attention, row)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.collectives import cudnn
+from meshpar.data.rows import PACKED_FIELDS
 from meshpar.inspect.timeline import program_work as work
 from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
 from meshpar.models.layers import cached_attention
@@ -65,8 +66,8 @@ def batch():
 def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
     given = set()
 
-    def attention(q, k, v, *, scale=None, window=None):
-        assert window is None
+    def attention(q, k, v, *, segments_BT=None, scale=None, window=None):
+        assert segments_BT is window is None
         given.add((q.shape[2], k.shape[2]))
         return cached_attention(q, k, v, first_position=0, scale=scale)
 
@@ -125,7 +126,7 @@ def pod_with_cudnn(pod):
     return pod
 
 
-def explained(pod, cfg, spec, strategy, options, shape=(16, 256), cluster="h100:1x8"):
+def explained(pod, cfg, spec, strategy, options, shape=(16, 256), cluster="h100:1x8", arrays=("inputs", "targets")):
     precision = mp.Precision(compute="bfloat16")
     state = mp.abstract_state(
         cfg.build(), optax.adam(1e-3), mesh=spec.abstract(math.prod(spec.values())), strategy=strategy
@@ -138,7 +139,7 @@ def explained(pod, cfg, spec, strategy, options, shape=(16, 256), cluster="h100:
             programs.append(pod.compile(*args, **kwargs))
             return programs[-1]
 
-    tokens = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("inputs", "targets")}
+    tokens = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in arrays}
     return mp.explain(step, state, tokens, cluster, pod=Kept(), advise=False), programs[0]
 
 
@@ -153,6 +154,15 @@ def test_cudnn_program_has_the_kernel_and_expected_collectives(pod_with_cudnn, c
     assert not report.matching.unexpected
     assert not report.matching.missing
     assert not work.custom_calls(program.module)
+
+
+@pytest.mark.pod
+def test_documents_are_a_mask_of_the_kernel(pod_with_cudnn):
+    report, program = explained(pod_with_cudnn, config("cudnn"), *FSDP_TP, arrays=PACKED_FIELDS)
+    targets = re.findall(r'custom_call_target="__cudnn\$(\w+)"', program.text)
+    assert set(targets) == {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
+    assert not report.matching.unexpected
+    assert not report.matching.missing
 
 
 @pytest.mark.pod
