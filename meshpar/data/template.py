@@ -106,6 +106,7 @@ class Template:
         With `tools`, the `tool_use` template of the release is used if available.
         """
         extras = {"tools": _objects(where, "tools", tools), "documents": _objects(where, "documents", documents)}
+        _check_text(where, {"messages": messages, **extras})
         if self._tool_template is not None and extras["tools"] is not None:
             return self._tool_template.render(where, messages, **extras)
         reply = self._process.ask((_messages(where, messages), extras))
@@ -208,6 +209,22 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
         reason = "it is not a list of messages with a `role`, and `content` or `tool_calls`"
         raise problem(where, "read a conversation", reason, 'write [{"role": ..., "content": ...}]', "wrong-type")
     return result
+
+
+def _check_text(where: str, fields: Mapping[str, Any]) -> None:
+    """Check that the fields of a record have no NaN or infinity, and only text that is valid UTF-8."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode()
+        except UnicodeError as error:
+            reason, fix, code = f"its text is not UTF-8 ({error})", "write it in UTF-8", "bad-syntax"
+        except RecursionError:
+            continue  # the rendering process reports it
+        except ValueError:
+            reason, fix, code = "it contains NaN or an infinity", "use text or null instead", "wrong-type"
+        else:
+            continue
+        raise problem(where, f"read its `{name}`", reason, fix, code)
 
 
 def check_day(date: str) -> None:

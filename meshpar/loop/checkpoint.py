@@ -39,6 +39,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.loop.coordination import check_shared, this_pod
 from meshpar.optim.averages import averages_of
 from meshpar.sharding import remote
 from meshpar.sharding.context import apart
@@ -107,9 +108,20 @@ class Checkpoints:
             self._bucket = remote.filesystem(str(self.folder), self._where)
             if str(self.folder).startswith("s3:"):
                 _patch_kvstore()
-        self.keep, self._failed = keep, False
+        self.keep, self._failed, self._is_shared = keep, False, False
         self._manager: Any = None
         self._current: int | None = None
+
+    def check_shared(self) -> None:
+        """Check that all processes use the same local folder, and create it. The first `save` calls this method.
+
+        Raises:
+          ValueError: on all processes: a process cannot access the folder of process 0.
+        """
+        pod = this_pod()
+        if pod is not None and self._is_local and not self._is_shared:
+            check_shared(pod, Path(self.folder))
+        self._is_shared = True
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order. Steps are int32."""
@@ -142,6 +154,7 @@ class Checkpoints:
         Raises:
           ValueError: this or the previous checkpoint could not be written. `NoRoomError`: this one was not started.
         """
+        self.check_shared()
         step = int(state.step)
         new = step != self._current
         if new or wait:

@@ -19,7 +19,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from meshpar.layers.losses import LOSS_WEIGHT
 from meshpar.loop import heartbeat as watchdog
 from meshpar.loop import signals as interrupts
 from meshpar.loop.checkpoint import Checkpoints, NoRoomError
-from meshpar.loop.coordination import StopAgreement, check_shared, this_pod
+from meshpar.loop.coordination import StopAgreement, this_pod
 from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, problem
 from meshpar.training.earlier_steps import STEPS_IN_FLIGHT
 from meshpar.training.state import Setup, TrainState
@@ -437,9 +436,7 @@ class Checkpointer(Hook):
         self._retries, self._failures, self._newest = retries, 0, -1
 
     def on_start(self, run: Run) -> None:
-        pod = this_pod()
-        if pod is not None and "://" not in str(self._checkpoints.folder):
-            check_shared(pod, Path(self._checkpoints.folder))
+        self._checkpoints.check_shared()
 
     def on_dispatched(self, run: Run) -> None:
         if self._every is None or run.step % self._every:

@@ -41,7 +41,9 @@ class ProgressBar(Hook):
         if jax.process_index() != 0:
             return
         self._out = self._stream or sys.stdout
-        if self._out.isatty() and os.environ.get("TERM") != "dumb":
+        if self._out is None or self._out.closed:
+            self._out = None
+        elif self._out.isatty() and os.environ.get("TERM") != "dumb":
             self._bar = _rich_bar(self._out, run)
             self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="")
             self._bar.start()
@@ -66,7 +68,7 @@ class ProgressBar(Hook):
             self._bar.stop()
             self._bar = None
         if reason != "done" and self._out is not None:
-            print(f"stopped at step {run.step} of {run.steps}: {reason}", file=self._out, flush=True)
+            self._print(f"stopped at step {run.step} of {run.steps}: {reason}")
         self._out = None
 
     def _show(self, run: Run) -> None:
@@ -77,7 +79,13 @@ class ProgressBar(Hook):
         if self._bar is not None:
             self._bar.update(self._task, completed=run.last.step, numbers=numbers)
         else:
-            print(f"step {run.last.step}/{run.steps}  {numbers}", file=self._out, flush=True)
+            self._print(f"step {run.last.step}/{run.steps}  {numbers}")
+
+    def _print(self, line: str) -> None:
+        try:
+            print(line, file=self._out, flush=True)
+        except (OSError, ValueError):  # the reader of a pipe has ended, or the stream was closed: training goes on
+            self._out = None
 
     def _numbers(self, run: Run, last: Record) -> Iterator[str]:
         yield f"loss {last.loss:.4g}"

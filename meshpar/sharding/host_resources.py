@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import stat
+import sys
 import sysconfig
 import threading
 import time
@@ -24,6 +25,8 @@ MAX_BYTES = 1 << 28
 """Maximum size of a settings file (a plan, a profile, a recipe.json)."""
 MAX_DIGITS = 100
 """Maximum number of digits of an integer in a settings file."""
+_is_forked = False
+"""Whether this process was forked after jax had started in its parent."""
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 """Errors of `flock` on file systems without locks."""
 _LOCK_POLL_S = 0.1
@@ -265,6 +268,24 @@ def check_memory(where: str, requested: str, needed_bytes: float, fix: str) -> N
     if free is not None and needed_bytes > free:
         reason = f"that takes {human_bytes(needed_bytes)} here, and {human_bytes(free)} are free"
         raise problem(where, requested, reason, fix, code="out-of-memory")
+
+
+def _mark_forked() -> None:
+    global _is_forked
+    # jax has no public function that returns whether it has started without starting it.
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    _is_forked = _is_forked or (bridge is not None and bridge.backends_are_initialized())
+
+
+os.register_at_fork(after_in_child=_mark_forked)
+
+
+def check_not_forked(where: str, requested: str) -> None:
+    """Raise `ValueError` in a child that was forked after jax had started: jax's threads do not exist there."""
+    if _is_forked:
+        reason = "this process was forked after jax had started, so the computation would wait forever"
+        fix = 'start it with multiprocessing.get_context("spawn"), or fork before jax is used'
+        raise problem(where, requested, reason, fix, code="conflict")
 
 
 def user_line(error: BaseException) -> str | None:

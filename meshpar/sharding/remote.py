@@ -27,7 +27,8 @@ _PROBE_S = 60.0
 def join(url: str | os.PathLike[str], *names: str) -> str:
     """Return the URL of a file in a folder. Accepts a `Path`, which lacks a slash after the scheme."""
     scheme, _, rest = str(url).partition(":")
-    return f"{scheme}://" + "/".join([rest.strip("/"), *names])
+    rest = rest.removeprefix("//") if rest.startswith("///") else rest.lstrip("/")  # `s3:///x` names no bucket
+    return f"{scheme}://" + "/".join([rest.rstrip("/"), *names])
 
 
 def check_url(url: str, where: str) -> None:

@@ -24,6 +24,7 @@ from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_imp
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.context import apart, replacing_mesh, tracing
 from meshpar.sharding.errors import check_cases
+from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
@@ -183,6 +184,7 @@ class Setup:
     @apart()
     def init(self, key: jax.Array | int) -> TrainState:
         """Create the state. All arrays are created sharded."""
+        check_not_forked("the training state", "create it")
         return self._jitted_init(key_words(key))
 
     @apart()

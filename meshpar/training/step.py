@@ -44,6 +44,7 @@ from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.errors import check_cases
+from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     MeshparError,
@@ -107,6 +108,7 @@ class _Program(abc.ABC):
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_not_forked("a step", "run it")
         program, batch = self._prepare(state, batch)
         return program(state, batch)
 
@@ -162,6 +164,7 @@ class TrainStep(_Program):
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_not_forked("a step", "run it")
         program, batch = self._prepare(state, batch)
         if state.setup not in self._called:
             self._called.add(state.setup)

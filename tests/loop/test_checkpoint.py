@@ -21,12 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.loop import checkpoint
+from meshpar.loop import checkpoint, coordination
 from meshpar.loop.checkpoint import SET_ASIDE, Checkpoints
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import Setup, TrainState, make_setup
 from tests.errors import raises
 from tests.grid import cases
+from tests.loop.test_coordination import run_processes
 
 EMBED, MLP = 16, 64
 NAMES = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed"), "scale": ("embed",)}
@@ -764,3 +765,21 @@ def test_restore_of_arrays_without_elements(dtype, tmp_path):
     assert checkpoint.damage_of(tmp_path, 1) is None
     assert checkpoint.read_leaf(tmp_path, checkpoint.read_index(tmp_path, 1), "params/none").shape == (0, 8)
     step(restored, np.ones((8, 8), np.float32))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_first_save_checks_that_processes_share_the_folder(tmp_path, monkeypatch, is_shared):
+    monkeypatch.setattr(coordination, "_VISIBLE_S", 0.2)
+    process = threading.local()
+    monkeypatch.setattr(checkpoint, "this_pod", lambda: process.pod)
+
+    def save(pod):
+        process.pod = pod
+        checkpoints = Checkpoints(tmp_path / ("shared" if is_shared else str(pod.process_id)))
+        for _ in range(2):  # the second save does not check again
+            with pytest.raises(AttributeError, match="step"):  # after the check, it reads the step of the state
+                checkpoints.save(None)
+
+    errors = run_processes(2, save)
+    assert [error is None for error in errors] == [is_shared] * 2, errors
+    assert is_shared or all("cannot share" in error and "probe file" in error for error in errors)

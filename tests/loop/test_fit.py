@@ -359,6 +359,9 @@ def test_every_must_be_a_positive_integer(tmp_path, every):
 
 
 class FakeCheckpoints:
+    def check_shared(self):
+        pass
+
     def __init__(self, log):
         self.log = log
 
@@ -411,6 +414,9 @@ def test_finite_state_is_saved_at_the_end(bad, num_batches, code, saved):
 
 class FlakyCheckpoints:
     """Checkpoints whose second and later periodic saves fail."""
+
+    def check_shared(self):
+        pass
 
     def __init__(self):
         self.saved = []

@@ -122,6 +122,9 @@ def test_wandb_writes_offline(tmp_path, monkeypatch):
 class SlowCheckpoints:
     """Checkpoints that take 50 ms to save."""
 
+    def check_shared(self):
+        pass
+
     def __init__(self):
         self.saved = []
 

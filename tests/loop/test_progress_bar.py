@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import os
 import re
+import sys
 
 import pytest
 
@@ -56,6 +59,18 @@ def test_also_adds_texts():
     out = io.StringIO()
     run(1, hooks=[ProgressBar(stream=out, also=lambda record: [f"twice the loss {2 * record.loss:.3g}"])])
     assert out.getvalue() == "step 1/1  loss 1  twice the loss 2\n"
+
+
+@pytest.mark.parametrize("kind", ["pipe without a reader", "closed", "none"])
+def test_closed_output_does_not_end_the_run(monkeypatch, kind):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w") as stream:
+        if kind == "closed":
+            stream.close()
+        monkeypatch.setattr(sys, "stdout", None if kind == "none" else stream)
+        result = run(3, hooks=[ProgressBar(every_s=0.0)])
+        assert (result.reason, result.step) == ("done", 3)
 
 
 class Terminal(io.StringIO):

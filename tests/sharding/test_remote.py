@@ -44,6 +44,14 @@ def test_check_access_refuses_urls_it_cannot_write(bucket, url, code):
         remote.check_access(url, "--out")
 
 
+def test_join_accepts_paths_and_keeps_a_missing_bucket():
+    assert remote.join(Path("s3://bucket/runs")) == remote.join("s3://bucket/runs/") == "s3://bucket/runs"
+    assert remote.join("gs://bucket", "a", "b") == "gs://bucket/a/b"
+    for url in ("s3:///runs", "gs:////x"):
+        with raises("bad-syntax"):
+            remote.check_url(remote.join(url), "--out")
+
+
 def test_missing_credentials_are_named(bucket, fresh_client, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
