@@ -9,10 +9,14 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-ATTENTION_SHARES = (0.53, 0.52)
-"""cuDNN's attention on an H100 as fractions of the peak, forward and backward: 529 and 518 TFLOP/s (`gpus.toml`)."""
+AttentionKernel = Literal["cudnn", "mosaic", "triton"]
+"""Library kernel of attention: cuDNN's, or one of tokamax's two."""
+ATTENTION_SHARES: Mapping[AttentionKernel, tuple[float, float]] = {
+    "cudnn": (0.53, 0.52), "mosaic": (0.63, 0.44), "triton": (0.37, 0.32),
+}  # fmt: skip
+"""Rates of attention on an H100 as fractions of the peak, forward and backward (`gpus.toml`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,10 @@ class Gpu:
     chip: Chip
     attention_rates: tuple[float, float] | None = None
     """Measured FLOP/s of cuDNN's attention, forward and backward, or None."""
+    mosaic_rates: tuple[float, float] | None = None
+    """The same of tokamax's Mosaic kernels."""
+    triton_rates: tuple[float, float] | None = None
+    """The same of tokamax's Triton kernels."""
     sources: tuple[tuple[str, str, str], ...] = ()
     """(numbers, source, date) for all numbers above."""
 
@@ -70,20 +78,20 @@ class Gpu:
         """Time to reduce a byte without overlap (gamma in `cost_model`): read two operands and write the sum."""
         return 3 / self.memory_bytes_per_s
 
-    @property
-    def attention_flops_per_s(self) -> tuple[float, float]:
-        """FLOP/s of cuDNN's attention, forward and backward: measured, or the H100's fractions of the peak."""
-        if self.attention_rates is not None:
-            return self.attention_rates
-        forward, backward = ATTENTION_SHARES
+    def attention_flops_per_s(self, kernel: AttentionKernel = "cudnn") -> tuple[float, float]:
+        """Return the FLOP/s of attention, forward and backward: measured, or the H100's fractions of the peak."""
+        measured = {"cudnn": self.attention_rates, "mosaic": self.mosaic_rates, "triton": self.triton_rates}[kernel]
+        if measured is not None:
+            return measured
+        forward, backward = ATTENTION_SHARES[kernel]
         return forward * self.bf16_flops_per_s, backward * self.bf16_flops_per_s
 
 
 def gpu_from(data: Mapping[str, Any]) -> Gpu:
     """Return the GPU that an entry of `gpus.toml` or of a profile describes."""
     lists: dict[str, Any] = {field: tuple(map(_tuple, data.get(field, ()))) for field in ("device_kinds", "sources")}
-    if data.get("attention_rates") is not None:
-        lists["attention_rates"] = _tuple(data["attention_rates"])
+    rates = ("attention_rates", "mosaic_rates", "triton_rates")
+    lists |= {field: _tuple(data[field]) for field in rates if data.get(field) is not None}
     chip = Chip(**{**data["chip"], "compute_capability": _tuple(data["chip"]["compute_capability"])})
     return Gpu(**{**data, **lists, "chip": chip})
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshpar.hardware.catalogue import GPUS, Gpu, gpu_from
+from meshpar.hardware.catalogue import GPUS, AttentionKernel, Gpu, gpu_from
 from meshpar.sharding.errors import MeshparError, is_int, near, problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.types import MeshLike, axis_sizes
@@ -90,9 +90,14 @@ class Rates:
         return self.peak_flops_per_s(bits) * self.share_of_peak(flops)
 
     def __str__(self) -> str:
-        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.gpu.attention_flops_per_s)
-        measured = "" if self.gpu.attention_rates else " (assumed: the fraction of the peak of an H100)"
-        return f"{self.of_products}, attention at {forward} TFLOP/s forward and {backward} backward{measured}"
+        return f"{self.of_products}, {self.of_attention()}"
+
+    def of_attention(self, kernel: AttentionKernel = "cudnn") -> str:
+        """Text about the rates of attention."""
+        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.gpu.attention_flops_per_s(kernel))
+        is_measured = getattr(self.gpu, "attention_rates" if kernel == "cudnn" else f"{kernel}_rates") is not None
+        assumed = "" if is_measured else " (assumed: the fraction of the peak of an H100)"
+        return f"attention at {forward} TFLOP/s forward and {backward} backward{assumed}"
 
     @property
     def of_products(self) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -27,6 +27,7 @@ from meshpar.moe import tokamax_kernels as kernels
 from meshpar.parallel.batch import StepBatch, as_given
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import tracing
+from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.types import PyTree
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -57,6 +58,48 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
 def attention_flops(jaxpr: core.Jaxpr) -> int:
     """Return the FLOPs of library attention kernels in a jaxpr. Backward kernels count as much as forward kernels."""
     return matmul_flops(jaxpr, products={})
+
+
+class ActivationProducts(NamedTuple):
+    """Matmuls of two activations, such as queries and keys, outside library kernels."""
+
+    flops: int
+    nbytes: int
+    """Bytes of operands and results."""
+    largest_bytes: int
+    """Bytes of the largest result."""
+
+
+def activation_products(jaxpr: core.Jaxpr, rows: int) -> ActivationProducts:
+    """Return the matmuls in whose operands the size of a batch dim is a multiple of `rows`."""
+
+    def has_rows(dot: Any) -> bool:
+        _, (batch_dims, _) = dot.params["dimension_numbers"]
+        return any(dot.invars[0].aval.shape[dim] % rows == 0 for dim in batch_dims)
+
+    def nbytes(*arrays: Any) -> int:
+        return sum(x.aval.size * x.aval.dtype.itemsize for x in arrays)
+
+    dots = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    return ActivationProducts(
+        flops=_dots(jaxpr, lambda dot: has_rows(dot) * _dot_flops(dot)),
+        nbytes=_dots(jaxpr, lambda dot: has_rows(dot) * nbytes(*dot.invars, *dot.outvars)),
+        largest_bytes=max((nbytes(*dot.outvars) for dot in dots if has_rows(dot)), default=0),
+    )
+
+
+def wide_flops(jaxpr: core.Jaxpr, itemsize: int) -> int:
+    """Return the FLOPs of matmuls with an operand of more than `itemsize` bytes per element."""
+
+    def is_wide(dot: Any) -> bool:
+        return max(x.aval.dtype.itemsize for x in dot.invars) > itemsize
+
+    return _dots(jaxpr, lambda dot: is_wide(dot) * _dot_flops(dot))
+
+
+def _dots(jaxpr: core.Jaxpr, count: Callable[[Any], int]) -> int:
+    """Return the sum of `count` over all matmuls, without library kernels."""
+    return matmul_flops(jaxpr, products={"dot_general": count}) - attention_flops(jaxpr)
 
 
 def matmul_flops(

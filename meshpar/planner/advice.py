@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshpar.hardware.clusters import MATMUL_EFFICIENCY, Cluster
+from meshpar.planner.calibration import STEP
 from meshpar.planner.workload import Workload
 from meshpar.sharding.units import human_bytes, si
 
@@ -63,7 +64,20 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
             f"a gathered layer needs {human_bytes(layer)}: shard it with tensor_parallel() over the "
             f"{cluster.gpus_per_node} GPUs of a node{experts}"
         )
-    return (*lines, *_pipeline_advice(work, cluster, limit_bytes, layer))
+    return (*lines, *_attention_advice(work, cluster), *_pipeline_advice(work, cluster, limit_bytes, layer))
+
+
+def _attention_advice(work: Workload, cluster: Cluster) -> Iterator[str]:
+    """Yield advice if attention without a library kernel takes a tenth of the compute at the rate measured for it."""
+    rate, share = STEP.loop_share * cluster.gpu.bf16_flops_per_s, work.rows / cluster.num_devices
+    attention_s = work.products_flops * share / rate
+    compute_s = work.model_flops * share / (MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s)
+    if attention_s > compute_s / 10:
+        yield (
+            "attention has no library kernel, and the estimates assume that its scores move at the full bandwidth of "
+            f"the memory; loops of matmuls were measured at {STEP.loop_share:.1%} of the peak of an H100, which is "
+            f'{si(attention_s, "s")} in a step: use a kernel, such as TransformerConfig(attention="cudnn")'
+        )
 
 
 def _pipeline_advice(work: Workload, cluster: Cluster, limit_bytes: int, layer: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ the buffers of compiled programs at their peak, which is in the backward pass of
   If the head is not gathered, its gradient is computed after the layers, and the gradient of the logits exists until
   then.
   With batch slices, activations of a single slice exist, but full gradients of all slices until they are summed.
+  Scores of attention without a library kernel exist once more than those that are saved or recomputed.
   With tensor parallelism, the gradients of an input by several matmuls exist until they are all-reduced; with sequence
   sharding, also the gathered input and its gradient. XLA splits small matmuls into float32 partial sums.
 - Both: accumulated gradients with the sharding of the update; the stacked gradients of the layers in the compute dtype;
@@ -95,6 +96,7 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     head = logits + weights.head + weights.table + fresh * step.is_prefetched
     layer = weights.layer + weights.table + live + logits * (not weights.gathers_head)
     layer += _routed_bytes(placed, step, rows)
+    layer += int(rows * work.scores_bytes) // step.num_shards({*step.tensor_axes, *step.context_axes})
     residual = rows * placed.once("residual", lambda: residual_row_bytes(placed))
     if step.tensor_axes:
         layer += int(residual * (MEMORY.partial_sums + MEMORY.gathered * bool(step.sequence_axes)))

@@ -87,14 +87,20 @@ class Plan(Plain):
     compiled: Compiled | None = None
 
     @staticmethod
-    def of(found: Found, work: Workload, cluster: Cluster, compiled: Compiled | None = None) -> Plan:
-        """Return the plan of a layout, with the compiler's numbers if it was compiled."""
+    def of(
+        found: Found, work: Workload, cluster: Cluster, compiled: Compiled | None = None, correction: float = 1.0
+    ) -> Plan:
+        """Return the plan of a layout, with the compiler's numbers if it was compiled.
+
+        `correction` is a factor of the estimated step time.
+        """
         numbers = compiled or found.time
-        tokens = None if work.tokens is None else work.tokens / cluster.num_devices / numbers.step_s
-        peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * numbers.step_s
+        step_s = numbers.step_s * (1.0 if compiled else correction)
+        tokens = None if work.tokens is None else work.tokens / cluster.num_devices / step_s
+        peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * step_s
         return Plan(
             layout=found.layout, peak_bytes=compiled.peak_bytes if compiled else found.memory.peak_bytes,
-            step_s=numbers.step_s, bound=found.time.bound, exposed_s=numbers.exposed_s, sent_bytes=numbers.sent_bytes,
+            step_s=step_s, bound=found.time.bound, exposed_s=numbers.exposed_s, sent_bytes=numbers.sent_bytes,
             tokens_per_s=tokens, utilisation=work.model_flops * work.rows / peak_flops, memory=found.memory.to_json(),
             compiled=compiled,
         )  # fmt: skip
@@ -311,11 +317,12 @@ def plan(
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if not found:
         raise _nothing_fits(search)
-    plans, left_out = _verified(search, found, loss, verify, options)
+    plans, left_out, correction = _verified(search, found, loss, verify, options)
+    corrected = f"; steps of other plans are estimates times {correction:.3g}, the mean ratio of compiled plans"
     return Plans(
         cluster=cluster.name,
         considered=search.considered,
-        rates=search.rates,
+        rates=search.rates + corrected * (0 < verify < len(plans)),
         plans=tuple(plans),
         advice=(
             *advice(work, cluster, search.limit_bytes),
@@ -413,25 +420,32 @@ def _nothing_fits(search: Search) -> MeshparError:
 
 def _verified(
     search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, options: StepOptions
-) -> tuple[list[Plan], list[str]]:
-    """Return the plans, the compiled ones first, and descriptions of layouts that do not fit when compiled."""
+) -> tuple[list[Plan], list[str], float]:
+    """Return the plans by step time, descriptions of layouts that do not fit when compiled, and the correction.
+
+    The correction is a factor of the estimated step times: the geometric mean of the ratios of compiled to estimated
+    times. It removes an error that all estimates share, which would rank estimated plans above compiled plans.
+    """
     work, cluster, remaining = search.workload, search.cluster, list(found)
     plans: list[Plan] = []
     left_out: list[str] = []
+    log_ratios: list[float] = []
     with PodProcess() if verify else contextlib.nullcontext() as pod:
         while remaining and len(plans) < verify:
             layout = remaining.pop(0)
             program = compiled(search, layout, loss, cast(PodProcess, pod), options)
             if program.fits:
                 plans.append(Plan.of(layout, work, cluster, program))
+                log_ratios.append(math.log(program.step_s / layout.time.step_s))
             else:
                 needed = human_bytes(program.peak_bytes)
                 left_out.append(f"does not fit: {layout.layout.label}: the compiled program needs {needed}")
     if not plans and not remaining:
         reason, fix = "; ".join(left_out), f"compile more than {len(found)} layouts: --top {2 * len(found)}"
         raise problem(f"plan for `{cluster.name}`", "verify it with the compiler", reason, fix, code="does-not-fit")
-    plans.sort(key=lambda plan: plan.step_s)
-    return plans + [Plan.of(layout, work, cluster) for layout in remaining], left_out
+    correction = math.exp(sum(log_ratios) / len(log_ratios)) if log_ratios else 1.0
+    plans += [Plan.of(layout, work, cluster, correction=correction) for layout in remaining]
+    return sorted(plans, key=lambda plan: plan.step_s), left_out, correction
 
 
 def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, options: StepOptions) -> Compiled:

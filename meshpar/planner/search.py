@@ -126,9 +126,16 @@ class Search:
     @property
     def rates(self) -> str:
         """Sources of the rates, and the errors of the estimates."""
+        rates, work = self.clock.rates, self.workload
+        attention = ""
+        if work.attention[None]:
+            attention = f", {rates.of_attention(self.clock.attention_kernel(work))}"
+        elif work.products_bytes[None]:
+            attention = ", attention in XLA's matmuls by its memory traffic"
         return (
-            f"estimates: {self.clock.rates}, {self.cluster.links_from}; for most compiled programs, their error is at "
-            f"most {SEARCH.memory_error:.0%} of the peak memory and {SEARCH.time_error:.0%} of the simulated step"
+            f"estimates: {rates.of_products}{attention}, {self.cluster.links_from}; for most compiled programs, their "
+            f"error is at most {SEARCH.memory_error:.0%} of the peak memory and {SEARCH.time_error:.0%} of the "
+            "simulated step"
         )
 
     def best(self, top: int) -> list[Found]:
@@ -292,7 +299,11 @@ class Search:
         """
         work, spec = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
         policies = sorted(self.policies, key=work.flops.__getitem__, reverse=True)
-        floors = {remat: self.clock.floor_s(work, remat) for remat in policies}
+        bandwidth = self.cluster.gpu.memory_bytes_per_s
+        floors = {
+            remat: self.clock.floor_s(work, remat) + self.clock.products_bytes(work, remat) / bandwidth
+            for remat in policies
+        }
         if placed.strategy.pipeline is None:
             return min(floors.values())
         rows = work.rows / shards((*spec.batch_axes, *spec.context_axes, *spec.tensor_axes))

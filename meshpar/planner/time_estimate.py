@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.hardware import cost_model as cost
+from meshpar.hardware.catalogue import AttentionKernel
 from meshpar.hardware.clusters import Cluster, Rates
 from meshpar.parallel.expected.step_spec import (
     GRADIENTS,
@@ -159,11 +160,22 @@ class Clock:
         flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
         # The backward pass of attention has five matmuls, the forward pass two.
         backward = STEP.attention_backward * work.attention[None]
-        forward_rate, backward_rate = self.rates.gpu.attention_flops_per_s
-        rate = efficiency * self.rates.peak_flops_per_s(8 * work.compute_itemsize)
+        forward_rate, backward_rate = self.rates.gpu.attention_flops_per_s(self.attention_kernel(work))
+        rate, wide_rate = (efficiency * self.rates.peak_flops_per_s(bits) for bits in (8 * work.compute_itemsize, 32))
         outside = (flops - forward - 2 * work.attention[None]) / rate
+        outside += work.wide_flops[remat] * (1 / wide_rate - 1 / rate)
         time_s = outside + forward / forward_rate + backward / backward_rate
         return time_s * work.rows / self.cluster.num_devices
+
+    def attention_kernel(self, work: Workload) -> AttentionKernel:
+        """Return the library kernel of attention. tokamax selects its Mosaic kernels from Hopper on."""
+        if not work.uses_tokamax:
+            return "cudnn"
+        return "mosaic" if self.cluster.gpu.chip.compute_capability >= (9, 0) else "triton"
+
+    def products_bytes(self, work: Workload, remat: Remat) -> float:
+        """Return the bytes that a device moves for matmuls of two activations, such as queries and keys."""
+        return STEP.product_passes * work.products_bytes[remat] * work.rows / self.cluster.num_devices
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Return whether a step needs so much memory that XLA's scheduler starts messages late."""
@@ -245,6 +257,7 @@ class Clock:
         moved = passes * activations + state_passes * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
         saved = rows * sum(placed.activation_row_bytes[layout.remat]) / stages
         moved += STEP.shared_saved_passes * saved * self.cluster.is_shared
+        moved += self.products_bytes(work, layout.remat)
         moved += STEP.cast_bytes * work.narrowed * work.rows / self.cluster.num_devices
         return moved + layout.microbatches * self._expert_bytes(placed, layout) / stages
 

@@ -19,9 +19,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from meshpar.collectives import flash
 from meshpar.hardware.clusters import Cluster
 from meshpar.inspect.expected import rows_and_tokens
-from meshpar.inspect.model_flops import attention_flops, matmul_flops
+from meshpar.inspect.model_flops import activation_products, attention_flops, matmul_flops, wide_flops
 from meshpar.inspect.target import traced_for
 from meshpar.inspect.traced_collectives import vocab_chunks
 from meshpar.layers.auxiliary import checked
@@ -103,7 +104,18 @@ class Workload:
     flops: Mapping[Remat, float]
     """FLOPs of matmuls per example and step, with recomputation."""
     attention: Mapping[Remat, float]
-    """Part of `flops`: cuDNN's attention in the forward pass, with recomputation."""
+    """Part of `flops`: attention kernels of libraries in the forward pass, with recomputation."""
+    uses_tokamax: bool
+    """Whether these kernels are tokamax's. The others are cuDNN's."""
+    wide_flops: Mapping[Remat, float]
+    """Part of `flops`: matmuls with an operand wider than the compute dtype, such as gradients of float32 scores."""
+    products_flops: float
+    """FLOPs per example and step of matmuls of two activations, without recomputation by a remat policy."""
+    products_bytes: Mapping[Remat, float]
+    """Bytes per example and step of operands and results of matmuls of two activations, with recomputation. In
+    attention without a library kernel, these are queries, keys, values and scores."""
+    scores_bytes: float
+    """Bytes per example of the largest result of such a matmul."""
     model_flops: float
     """FLOPs per example for the MFU: three forward passes, without recomputation."""
     narrow_share: Mapping[Remat, float]
@@ -214,20 +226,30 @@ def describe(
             functools.partial(value_of, described, loss, precision),
             arrays,
             labelled,
+            marker,
+            jnp.dtype(precision.compute or leaves[0].dtype).itemsize,
             tuple(dict.fromkeys((*POLICIES, remat))),
         )
-    flops, attention = ({remat: counts[i] / marker for remat, counts in counted.items()} for i in (0, 1))
-    narrow_share = {remat: narrow / (total or 1) for remat, (total, _, narrow) in counted.items()}
+    flops, attention, wide, products_bytes = (
+        {remat: getattr(counts, name) / marker for remat, counts in counted.items()}
+        for name in ("flops", "attention", "wide", "products_bytes")
+    )
+    narrow_share = {remat: counts.narrow / (counts.flops or 1) for remat, counts in counted.items()}
+    # Attention without a library kernel may compute its scores again in the backward pass.
+    products = activation_products(forward_jaxpr, marker)
+    recomputed_products = (counted[None].products - 3 * products.flops) / marker
     attention_forward = attention_flops(forward_jaxpr) / marker
     attention = {remat: attention_forward + count - attention[None] for remat, count in attention.items()}
     head_size = max((leaf.size for leaf in leaves if leaf.has("vocab")), default=0)
     recomputed_logits = 0 if vocab_chunk is None else 2 * (seq_len or 1) * head_size
-    offset = 3 * forward + recomputed_logits - flops[None]
+    offset = 3 * forward + recomputed_logits + recomputed_products - flops[None]
     flops = {remat: offset + count + routed * (remat is not None) for remat, count in flops.items()}
     return Workload(
         model=described, is_divisible=loss_is is not None or not isinstance(terms.loss, ScalarLoss),
         leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
-        tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
+        tokens=tokens, flops=flops, attention=attention, uses_tokamax=has_scope(forward_jaxpr, flash.SCOPE),
+        wide_flops=wide, products_flops=counted[None].products / marker, products_bytes=products_bytes,
+        scores_bytes=products.largest_bytes / marker, model_flops=3 * forward,
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker,
         activations=activations,
         runs_layers=runs_layers, looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
@@ -245,12 +267,14 @@ def _by_policy(
     value: Callable[[Remat], Any],
     arrays: PyTree,
     labelled: Callable[..., Iterator[Activation]],
+    rows: int,
+    itemsize: int,
     policies: Sequence[Remat],
-) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Activation, ...]], bool]:
+) -> tuple[dict[Remat, _Counts], dict[Remat | Literal["stages"], tuple[Activation, ...]], bool]:
     """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
 
-    FLOPs are those of forward and backward pass, as (all matmuls, attention, 8-bit matmuls). `value` returns the loss
-    function for a policy, `arrays` are its arguments, and `labelled` converts saved arrays to activations.
+    `value` returns the loss function for a policy, `arrays` are its arguments, `labelled` converts saved arrays to
+    activations. `rows` is the number of examples, and `itemsize` the size of the compute dtype.
     """
     scans: list[Any] = []
 
@@ -258,13 +282,13 @@ def _by_policy(
         scans.append(layer)
         return scanned(layer, x, rows)
 
-    counted: dict[Remat, tuple[int, int, int]] = {}
+    counted: dict[Remat, _Counts] = {}
     activations: dict[Remat | Literal["stages"], tuple[Activation, ...]] = {}
     for remat in policies:
-        counted[remat], saved = _saved(value(remat), arrays)
+        counted[remat], saved = _saved(value(remat), arrays, rows, itemsize)
         activations[remat] = tuple(labelled(saved, is_all=remat is None))
     with within(runner=StageRunner(run)):
-        _, saved = _saved(value(None), arrays)
+        _, saved = _saved(value(None), arrays, rows, itemsize)
     return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 
 
@@ -314,8 +338,27 @@ def terms_of(
     return terms
 
 
-def _saved(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int, int], list[Any]]:
-    """Return the FLOPs of loss and gradients (total, attention, 8 bits), and the saved arrays."""
+class _Counts(NamedTuple):
+    """Work of the forward and the backward pass."""
+
+    flops: int
+    """FLOPs of all matmuls."""
+    attention: int
+    """FLOPs of attention kernels of libraries."""
+    narrow: float
+    """FLOPs of 8-bit matmuls."""
+    wide: int
+    """FLOPs of matmuls with an operand wider than the compute dtype."""
+    products: int
+    """FLOPs of matmuls of two activations."""
+    products_bytes: int
+    """Bytes of their operands and results."""
+
+
+def _saved(
+    value: Callable[..., jax.Array], arrays: tuple[Any, ...], rows: int, itemsize: int
+) -> tuple[_Counts, list[Any]]:
+    """Return the work of loss and gradients, and the saved arrays."""
 
     def both(params: PyTree, *args: Any) -> Any:
         out, pullback = jax.vjp(lambda params: value(params, *args), params)
@@ -323,7 +366,11 @@ def _saved(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tu
 
     jaxpr, (_, saved) = jax.make_jaxpr(both, return_shape=True)(*arrays)
     narrow = sum(flops for flops, _ in _narrow(jaxpr.jaxpr))
-    return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow), saved
+    products = activation_products(jaxpr.jaxpr, rows)
+    wide = wide_flops(jaxpr.jaxpr, itemsize)
+    return _Counts(
+        matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow, wide, products.flops, products.nbytes
+    ), saved
 
 
 def _experts_per_token(jaxpr: Any, leaves: Sequence[Leaf]) -> int:

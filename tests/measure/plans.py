@@ -120,6 +120,19 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
         ("mixtral_8x7b", "h100:16x8",
          "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=4 batch_size=128 step.accumulate=1"),
         ("llama3_405b", "h100:512x8", "step.interleave=2"),
+        # Attention without a library kernel.
+        (B8, "h100:8x8", "step.remat=minimal step.accumulate=2 strategy=fsdp(prefetch=1) batch_size=256"
+         " model.attention=blockwise"),
+        (B8, "h100:1x8", "step.remat=minimal batch_size=16 step.accumulate=1 strategy=fsdp() model.num_layers=4"
+         " model.attention=blockwise"),
+        (B8, "h100:1x8", "strategy=fsdp()|tensor_parallel() mesh=fsdp=2,tensor=4 step.remat=dots model.num_layers=4"
+         " batch_size=16 step.accumulate=1 model.attention=blockwise"),
+        (B8, "h100:2x8", "step.remat=full batch_size=16 step.accumulate=1 strategy=fsdp() model.num_layers=8"
+         " model.attention=blockwise model.attention_window=1024"),
+        (B8, "h100:1x8", "step.remat=full batch_size=64 step.accumulate=1 strategy=fsdp() model.num_layers=4"
+         " data.seq_len=2048 model.attention=xla"),
+        (B8, "h100:1x8", "step.remat=none batch_size=16 step.accumulate=1 strategy=fsdp() model.num_layers=4"
+         " data.seq_len=2048 model.attention=xla"),
         ("llama3_405b", "h100:64x8",
          "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=64,tensor=8 step.remat=full batch_size=128"
          " step.accumulate=2"),

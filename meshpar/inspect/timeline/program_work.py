@@ -8,10 +8,11 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import NamedTuple
 
 from meshpar.collectives import flash
 from meshpar.collectives.attention import window_shares
+from meshpar.hardware.catalogue import AttentionKernel
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views
@@ -28,8 +29,11 @@ _NO_MEMORY = frozenset(
 )
 
 
-Attention = Literal["", "forward", "backward"]
-"""Pass that a fused attention kernel computes; empty for other matmuls."""
+class AttentionPass(NamedTuple):
+    """Library kernel of attention."""
+
+    kernel: AttentionKernel
+    is_backward: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +47,8 @@ class Matmul:
     in_branch: bool
     computation: Computation
     ins: Instruction
-    attention: Attention
+    attention: AttentionPass | None
+    """None for other matmuls."""
 
     @property
     def flops_per_step(self) -> int:
@@ -263,29 +268,29 @@ def _flops(computation: Computation, ins: Instruction) -> int:
     return _kernel(computation, ins)[0]
 
 
-def _kernel(computation: Computation, ins: Instruction) -> tuple[int, Attention]:
-    """Return the matmul FLOPs of an instruction, and its pass if it is a fused attention kernel."""
+def _kernel(computation: Computation, ins: Instruction) -> tuple[int, AttentionPass | None]:
+    """Return the matmul FLOPs of an instruction, and the kernel if it is attention of a library."""
     if ins.opcode == "dot":
-        return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", ""))), ""
+        return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", ""))), None
     if ins.opcode == "convolution":
-        return _convolution_flops(computation, ins), ""
+        return _convolution_flops(computation, ins), None
     target = ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
     if match := _ATTENTION.match(target):
         flops = _attention_flops(computation, ins, num_products=5 if match[1] else 2)
-        return flops, "backward" if match[1] else "forward"
+        return flops, AttentionPass("cudnn", bool(match[1]))
     if _GEMM.match(target):
         numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
         contracted = _dims(str(numbers.get("lhs_contracting_dimensions", "")))
-        return _product_flops(computation, ins, contracted), ""
+        return _product_flops(computation, ins, contracted), None
     if target.endswith((".triton", "mosaic_gpu_v2")) and (flops := flash.product_flops(ins.metadata.op_name) or 0):
         num_products = _flash_products(computation, ins)
-        return flops * num_products, "backward" if num_products > 2 else "forward"
+        return flops * num_products, AttentionPass("mosaic" if "mosaic" in target else "triton", num_products > 2)
     if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
         # A group's weight is [d, f], among the operands or the results.
         arrays = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
         weights = (array.dims for array in (*arrays, *ins.shape.leaves()) if len(array.dims) == 3)
-        return 2 * int(rows[1]) * math.prod(next(weights, (0,))[1:]), ""
-    return 0, ""
+        return 2 * int(rows[1]) * math.prod(next(weights, (0,))[1:]), None
+    return 0, None
 
 
 def _flash_products(computation: Computation, ins: Instruction) -> int:

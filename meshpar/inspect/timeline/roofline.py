@@ -81,11 +81,10 @@ class Roofline:
         """Yield (FLOPs, seconds) of each matmul or attention kernel in an instruction."""
         product = self._matmuls.get((computation.name, ins.name))
         if product is not None:
-            forward, backward = self._rates.gpu.attention_flops_per_s
-            rates = {"forward": forward, "backward": backward}
-            rate = rates.get(product.attention) or self._rates.product_flops_per_s(
-                _widest(computation, ins), product.flops
-            )
+            if product.attention is None:
+                rate = self._rates.product_flops_per_s(_widest(computation, ins), product.flops)
+            else:
+                rate = self._rates.gpu.attention_flops_per_s(product.attention.kernel)[product.attention.is_backward]
             yield product.flops, product.flops / rate
         for callee in runs(ins) if hops else ():
             inner = self._module.computations[callee]

@@ -148,6 +148,20 @@ def test_cudnn_attention_flops(direction, products, mask, window, share):
     assert found.moved_bytes == 2 * (2 * 8 * 256 * 64) * 2 + 2 * (2 * 512 * 2 * 64) + 4 * (2 * 8 * 256)
 
 
+@pytest.mark.parametrize(("target", "rates"), [("mosaic_gpu_v2", (6e8, 3e8)), ("x.triton", (2e8, 1e8))])
+def test_kernels_of_tokamax_have_their_own_rates(target, rates):
+    gpu = dataclasses.replace(FAST_MEMORY.gpu, mosaic_rates=(6e8, 3e8), triton_rates=(2e8, 1e8))
+    for operands, products, rate in (("q, k, k", 2, rates[0]), ("q, k, k, q", 2 + 1, rates[1])):
+        body = f"""
+          q = bf16[64,8,16] parameter(0)
+          k = bf16[64,2,16] parameter(1)
+          ROOT k1 = bf16[64,8,16] custom-call({operands}), custom_call_target="{target}", metadata={{op_name="a/jvp(tokamax_attention_1000000)/b"}}
+        """  # noqa: E501
+        found = kernel(body, "k1", rates=dataclasses.replace(FAST_MEMORY, gpu=gpu))
+        assert found.flops == products * 10**6
+        assert found.time_s == pytest.approx(products * 1e6 / rate)
+
+
 def test_opaque_kernel_costs_its_bytes():
     body = '  p = f32[1000] parameter(0)\n  ROOT k = f32[500] custom-call(p), custom_call_target="__triton$kernel"'
     found = kernel(body, "k")
