@@ -105,16 +105,17 @@ def to_folder(
     For example: `meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16`.
     """
     layout = layout_of(mesh, strategy, devices)
-    from meshpar.interop.files import new_folder
-    from meshpar.interop.hf import to_hf
-    from meshpar.interop.runs import like_of, opened
+    from meshpar.interop.files import new_folder, read_json
+    from meshpar.interop.hf import CONFIG, dtype_in, to_hf
+    from meshpar.interop.runs import opened, text_fields
     from meshpar.loop.run_folder import run_folder
 
     new_folder(out)  # check it before the weights are read, which can take minutes
     with run_folder(run) as folder:
-        config, state = opened(folder, mesh=layout[0], strategy=layout[1], step=step)
-        to_hf(state, config, out, like=like_of(folder.local), dtype=dtype)
-    click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")
+        config, state = opened(folder, mesh=layout[0], strategy=layout[1], step=step, merge=False)
+        fields = text_fields(folder.local) if config.source is None else None
+        document = read_json(to_hf(state, config, out, dtype=dtype, fields=fields) / CONFIG)
+    click.echo(f"{out}: {config.num_params:,} parameters in {dtype_in(document)}")
 
 
 @convert.command("to-peft", short_help="Write the adapters of a run to a PEFT folder.")
@@ -134,11 +135,11 @@ def to_adapter(
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder
     from meshpar.interop.peft import to_peft
-    from meshpar.interop.runs import like_of, restored_run
+    from meshpar.interop.runs import restored_run
     from meshpar.loop.run_folder import run_folder
 
     new_folder(out)
     with run_folder(run) as folder:
         config, state = restored_run(folder, mesh=layout[0], strategy=layout[1], step=step)
-        to_peft(state, config, out, like=like_of(folder.local), base=base, dtype=dtype)
+        to_peft(state, config, out, base=base, dtype=dtype)
     click.echo(f"{out}: adapters of rank {state.setup.model.lora.rank}")

@@ -39,7 +39,7 @@ from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import PyTree, check_choice, near, path_str, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, check_choice, is_int, near, path_str, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
 from meshpar.training.state import Setup, TrainState, make_setup
 
@@ -51,6 +51,11 @@ COPIED_FILES = (
     "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
 """Patterns of the tokenizer and generation files that are copied unchanged."""
+GENERATION_CONFIG = "generation_config.json"
+TEXT_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""Fields of config.json about the text that a model reads and writes."""
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""Names of the dtype in config.json, since and before transformers 5."""
 
 
 class Described(NamedTuple):
@@ -110,6 +115,7 @@ def from_hf(
     """
     with checked_files(folder) as (files, described):
         param_dtype = dtype or widest(files, described)
+        assert param_dtype is not None
         if dtype is None and tx is not None and lora is None and jnp.dtype(param_dtype).itemsize < 4:
             param_dtype = "float32"
         check_dtype("from_hf", param_dtype)
@@ -163,7 +169,19 @@ def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
 
 def describe(folder: Path) -> Described:
     """Read and check the config.json of a folder."""
-    return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
+    result = described(read_json(folder / CONFIG), where=str(folder / CONFIG))
+    return result._replace(config=dataclasses.replace(result.config, source=str(folder.resolve())))
+
+
+def source_of(config: TransformerConfig, like: str | Path | None, where: str) -> Path | None:
+    """Return `like`, or by default the folder from which the config was read, if any."""
+    if like is not None or config.source is None:
+        return None if like is None else Path(like)
+    if not (Path(config.source) / CONFIG).exists():
+        reason = "the folder does not exist any more, and it has the family, the token ids and the dtype"
+        fix = "pass like=..., or write a model without a source: dataclasses.replace(config, source=None)"
+        raise problem(where, f"write the model of {config.source}"[:200], reason, fix, code="missing-file")
+    return Path(config.source)
 
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
@@ -211,7 +229,10 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Return the config.json of a family for a `TransformerConfig`."""
+    """Return the config.json of a family for a `TransformerConfig`.
+
+    Token ids are null, because the default ids of a family may exceed the vocabulary.
+    """
     document = _fields_of(config, family)
     for name, (ours, theirs) in _differences(config, described(document).config).items():
         where = f"TransformerConfig.{name.replace('/', '.')} ({ours!r})"
@@ -228,6 +249,7 @@ def _fields_of(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **{field.theirs: field.write(config) for field in family.fields},
         "rope_scaling": write_rope(config),
         **family.write_more(config),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "torch_dtype": config.param_dtype,
     }
 
@@ -240,7 +262,7 @@ def _differences(config: TransformerConfig, other: TransformerConfig) -> dict[st
 
 
 _RUNTIME_FIELDS = re.compile(
-    r"attention|tensor_matmul|vocab_chunk|param_dtype|moe/routing/(capacity_factor|causal|force)"
+    r"attention|tensor_matmul|vocab_chunk|param_dtype|source|moe/routing/(capacity_factor|causal|force)"
     r"|moe/(auxiliary_weight|z_weight|bias_rate|implementation|bound_factor|chunks|payload(/.*)?)"
 )
 """Paths of the fields about the implementation and the training of a model."""
@@ -299,13 +321,17 @@ def open_files(folder: str | Path, described: Described) -> Iterator[Folder]:
         yield files
 
 
-def widest(files: Folder, described: Described) -> str:
-    """Return the dtype to which all parameter dtypes in the files promote, so that no parameter is rounded."""
+def widest(files: Folder, described: Described) -> str | None:
+    """Return the dtype to which all parameter dtypes in the files promote, so that no parameter is rounded.
+
+    The result is None if the files have no parameters.
+    """
     mappings = [mapping for mapping in described.family.tensors(described.config) if not mapping.is_extra]
-    dtypes = {jnp.dtype(files.entries[name].dtype) for mapping in mappings for name, _ in mapping.tensors()}
+    names = {name for mapping in mappings for name, _ in mapping.tensors()} & files.entries.keys()
+    dtypes = {jnp.dtype(files.entries[name].dtype) for name in names}
     if jnp.dtype("float64") in dtypes:  # without jax_enable_x64, jnp.result_type would return float32
         return "float64"
-    return jnp.dtype(jnp.result_type(*dtypes)).name
+    return jnp.dtype(jnp.result_type(*dtypes)).name if dtypes else None
 
 
 def warn_rounded(where: str, files: Folder, like: PyTree) -> None:
@@ -441,6 +467,7 @@ def to_hf(
     *,
     like: str | Path | None = None,
     dtype: str | None = None,
+    fields: Mapping[str, Any] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Write a model as a folder with `config.json` and safetensors files, which transformers can load.
@@ -450,15 +477,17 @@ def to_hf(
     Process 0 gathers each tensor and writes the files.
 
     Args:
-      state: a state or its parameters. The adapters of a state are merged.
+      state: a state or its parameters. The adapters of a state are merged, with the precision of the new weights.
       config: the config of the model.
       folder: the folder to create.
       like: the folder that the model was loaded from, or `hf` of a run. It determines the family, and the function
         copies from it other fields of config.json, the tokenizer, tensors that the decoders do not use, and the
         assignment of tensors to files. If its weights are quantized, the new weights are not, and
-        `quantization_config` is omitted with a warning.
-      dtype: dtype of the weights. `None` means the dtype of each tensor in `like`, or without `like` the parameter
-        dtype. Expert biases are always float32.
+        `quantization_config` is omitted with a warning. `None` means `config.source`.
+      dtype: dtype of the weights. `None` means the dtype of each tensor in `like`. If `like` has no weights, it means
+        the dtype in its config.json, and without `like` the parameter dtype. Expert biases are always float32.
+      fields: values of `TEXT_FIELDS` for config.json, such as `{"eos_token_id": 2, "max_position_embeddings": 4096}`.
+        Other values are from `like`; without `like`, token ids are null.
       file_bytes: maximum file size in bytes. A file with a single tensor may be larger.
 
     Returns:
@@ -467,19 +496,26 @@ def to_hf(
     Raises:
       ValueError: the folder already exists, no family supports the config, or the parameters do not match it.
     """
-    params, extra = (merged_params(state), state.extra) if isinstance(state, TrainState) else (state, {})
-    if any(of_pair(path) for path, _ in tree_leaves_with_paths(params)):
+    if not isinstance(state, TrainState) and any(of_pair(path) for path, _ in tree_leaves_with_paths(state)):
         reason, fix = "the parameters do not include the scale of the adapters", "pass the TrainState"
         raise problem("to_hf", "merge adapters", reason, fix, code="wrong-type")
     if dtype is not None:
         check_dtype("to_hf", dtype)
+    fields = _checked_fields(fields or {}, config)
+    origin = source_of(config, like, "to_hf")
     with contextlib.ExitStack() as stack:
-        source = None if like is None else describe(Path(like))
+        source = None if origin is None else describe(origin)
         family = family_of(config) if source is None else source.family
-        document = _document(written(config, family), source, dtype)
-        has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
-        files = stack.enter_context(open_files(like, source)) if like and source and has_files else None
-        checkpoint = CheckpointTensors(family.tensors(config), params, extra, files, dtype)
+        has_files = origin is not None and any((origin / name).exists() for name in (SINGLE, INDEX))
+        files = stack.enter_context(open_files(origin, source)) if origin and source and has_files else None
+        in_files = None if files is None or source is None else widest(files, source)
+        default = dtype or in_files or (None if source is None else dtype_in(source.original))
+        params, extra = state, {}
+        if isinstance(state, TrainState):
+            params, extra = merged_params(state, dtype=default), state.extra
+        checkpoint = CheckpointTensors(family.tensors(config), params, extra, files, dtype, default)
+        new_dtype = None if dtype is None and source is not None and in_files else checkpoint.param_dtype
+        document = _document(written(config, family), source, new_dtype) | fields
         kept = [] if source is None else unused_tensor_names(source)
         kept = [name for name in kept if files is not None and name in files.entries]
         sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *kept)}
@@ -494,8 +530,12 @@ def to_hf(
         def fill(fresh: Path) -> None:
             hf_files.write(fresh, spread, checkpoint, sum(sizes.values()))
             write_json(fresh / CONFIG, document)
-            if like is not None:
-                copy_tokenizer(Path(like), fresh)
+            if origin is not None:
+                copy_tokenizer(origin, fresh)
+            if (generation := fresh / GENERATION_CONFIG).exists() and fields:
+                write_json(
+                    generation, read_json(generation) | {k: v for k, v in fields.items() if k in TEXT_FIELDS[:3]}
+                )
 
         create_folder(folder, fill, checkpoint, spread)
     return Path(folder)
@@ -557,7 +597,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
         warning = f"to_hf: the weights are not quantized, and config.json is written without `{CONFIG_FIELD}`"
         warnings.warn(warning, stacklevel=3)
     if not is_same:
-        drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
+        drop = {"architectures", "model_type", "num_nextn_predict_layers", *DTYPE_FIELDS, *TEXT_FIELDS}
         for field in source.family.fields:
             theirs.pop(field.also or "", None)
         theirs |= {name: value for name, value in ours.items() if name not in drop}
@@ -566,13 +606,34 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     return theirs
 
 
+def dtype_in(document: Mapping[str, Any]) -> str | None:
+    """Return the dtype of the weights by a config.json, or None if it has none or weights are quantized."""
+    dtype = next((document[name] for name in DTYPE_FIELDS if document.get(name) is not None), None)
+    return dtype if dtype in PARAM_DTYPES else None
+
+
+def _checked_fields(fields: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
+    """Check the `fields` of `to_hf`."""
+    for name, value in fields.items():
+        where, requested = f"to_hf(fields=...), `{name}`", f"write {value!r}"[:100]
+        if name not in TEXT_FIELDS:
+            raise problem(where, requested, "it is not a field about text", near(name, TEXT_FIELDS), "unknown-name")
+        limit = 2**31 if name == TEXT_FIELDS[3] else config.vocab_size
+        values = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if not all((is_int(x, 0) and x < limit) or (x is None and name != TEXT_FIELDS[3]) for x in values):
+            reason, fix = f"it must be an integer from 0 to {limit - 1}", "use a token id of the vocabulary"
+            raise problem(where, requested, reason, fix, "out-of-range")
+    return dict(fields)
+
+
 class CheckpointTensors:
     """Callable that assembles each checkpoint tensor from the parameter arrays."""
 
     def __init__(
-        self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None
-    ) -> None:
-        self.files, self.dtype = files, dtype
+        self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
+        default_dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        self.files, self.dtype, self._default_dtype = files, dtype, default_dtype
         self._taken: dict[str, int] = {}
         arrays = dict(tree_leaves_with_paths(params))
         extra_arrays = dict(tree_leaves_with_paths(extra))
@@ -594,7 +655,14 @@ class CheckpointTensors:
         if self.dtype is None and self.files is not None and name in self.files.entries:
             return jnp.dtype(self.files.entries[name].dtype)
         mapping, array, _ = self.pieces[name][0]
-        return jnp.dtype(self.dtype or array.dtype) if not mapping.is_extra else jnp.dtype(np.float32)
+        dtype = self.dtype or self._default_dtype or array.dtype
+        return jnp.dtype(dtype) if not mapping.is_extra else jnp.dtype(np.float32)
+
+    @property
+    def param_dtype(self) -> str:
+        """Dtype to which the dtypes of all parameters promote."""
+        names = (name for name, pieces in self.pieces.items() if not pieces[0][0].is_extra)
+        return jnp.dtype(functools.reduce(jnp.promote_types, map(self.dtype_of, names))).name
 
     def nbytes(self, name: str) -> int:
         """Return the size of a tensor in bytes."""

@@ -37,6 +37,7 @@ from meshpar.interop.hf import (
     describe,
     family_of,
     read_sharded,
+    source_of,
     warn_rounded,
 )
 from meshpar.interop.weight_mapping import WeightMapping, contiguous
@@ -95,7 +96,7 @@ def to_peft(
       state: the state of a model with adapters.
       config: the config of the model.
       folder: the folder to create.
-      like: the folder that the model was loaded from. It determines the family.
+      like: the folder that the model was loaded from, by default `config.source`. It determines the family.
       base: name of the base model for adapter_config.json: a folder or a name on the hub.
       dtype: dtype of the adapters. `None` means their current dtype.
 
@@ -136,7 +137,7 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
     Args:
       folder: a folder with `adapter_config.json` and `adapter_model.safetensors`.
       config: the config of the base model.
-      like: the folder that the model was loaded from. It determines the family.
+      like: the folder that the model was loaded from, by default `config.source`. It determines the family.
 
     Raises:
       ValueError: a file is damaged, or the adapter has unsupported options.
@@ -187,7 +188,7 @@ def load_peft(
       state: the state of a model with these adapters; see `lora_of_peft`.
       config: the config of the base model.
       folder: a folder with `adapter_config.json` and `adapter_model.safetensors`.
-      like: the folder that the model was loaded from. It determines the family.
+      like: the folder that the model was loaded from, by default `config.source`. It determines the family.
 
     Raises:
       ValueError: as `lora_of_peft`; the adapters of the model have another scale; or tensors are missing, unexpected
@@ -233,7 +234,8 @@ def _rows(
     config: TransformerConfig, like: str | Path | None, document: Mapping[str, Any], path: Path = Path(CONFIG)
 ) -> list[WeightMapping]:
     """Return the matrices of the family that may have a pair. `target_parameters` selects the stacked experts."""
-    family = family_of(config) if like is None else describe(Path(like)).family
+    source = source_of(config, like, "adapters")
+    family = family_of(config) if source is None else describe(source).family
     targets = document.get("target_parameters") or []
     stacked = {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else {"?"}
     stacked -= {"weight"}  # the weight of a linear layer, which has an ordinary pair

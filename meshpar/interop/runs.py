@@ -16,6 +16,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from meshpar.data.tokens import load_tokenizer
 from meshpar.interop.files import SINGLE, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
@@ -101,6 +102,15 @@ def like_of(run: Path) -> Path | None:
     return run / SOURCE_FOLDER if (run / SOURCE_FOLDER / CONFIG).exists() else None
 
 
+def text_fields(run: Path) -> dict[str, Any]:
+    """Return the `fields` of `to_hf` for a run on `TextData`: the separator ends a text of at most `seq_len` tokens."""
+    data = read_json(run / "recipe.json").get("data") if (run / "recipe.json").exists() else None
+    if not isinstance(data, Mapping) or data.get("type") != "TextData":
+        return {}
+    tokenizer = load_tokenizer(data["tokenizer"], separator=data.get("separator"))
+    return {"eos_token_id": tokenizer.separator_id, "max_position_embeddings": data["seq_len"]}
+
+
 def opened(
     folder: str | Path | RunFolder,
     *,
@@ -108,8 +118,11 @@ def opened(
     strategy: Strategy | Rules,
     dtype: str | None = None,
     step: int | None = None,
+    merge: bool = True,
 ) -> tuple[TransformerConfig, TrainState]:
     """Load the model of a run or of a Hugging Face folder, without an optimizer. LoRA adapters of a run are merged.
+
+    With `merge=False`, the adapters stay separate, for `to_hf`, which merges them with the precision of its weights.
 
     If a run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
     """
@@ -122,7 +135,7 @@ def opened(
         fix = "omit --dtype, or convert the run with to-hf first"
         raise problem(f"run `{run}`", f"load the model in {dtype}", reason, fix, code="conflict")
     config, state = restored_run(run, mesh=mesh, strategy=strategy, step=step)
-    return config, merged(state, config)
+    return config, merged(state, config) if merge else state
 
 
 def merged(state: TrainState, config: TransformerConfig) -> TrainState:
@@ -150,7 +163,10 @@ def restored_run(
         raise problem(f"run `{run}`", "load the model", reason, fix, code="unsupported-feature")
     with Checkpoints(run.checkpoints) as checkpoints:
         table, lora = checkpoints.stored(step)["params/embed/embedding"], _from_plain(recipe.get("lora"))
-        config = dataclasses.replace(config, param_dtype=table["dtype"])
+        source = like_of(path)
+        config = dataclasses.replace(
+            config, param_dtype=table["dtype"], source=None if source is None else str(source.resolve())
+        )
         model = config.build() if lora is None else lora(config.build())
         setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
         restored = checkpoints.restore(setup, step, weights_only="averaged")

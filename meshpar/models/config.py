@@ -286,6 +286,8 @@ class TransformerConfig:
     """MoE layer that replaces the MLP in all but the first `num_dense_layers` layers."""
     num_dense_layers: int = 0
     """Number of initial layers of an MoE model that have an ordinary MLP."""
+    source: str | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Hugging Face folder that the config was read from. Exports keep its family, token ids, tokenizer and dtype."""
 
     def __post_init__(self) -> None:
         where, caps = "TransformerConfig", ("attention_cap", "logits_cap", "attention_scale")

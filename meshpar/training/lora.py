@@ -13,6 +13,7 @@ adapters with int8 and nf4 bases, but fails for stacked layers, as in the decode
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -101,25 +102,30 @@ class Lora:
         check_bits("lora(dtype=...)", self.dtype)
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
 
-    def merged(self, params: PyTree) -> PyTree:
-        """Add the products of pairs to the matrices, in at least float32, and return parameters without pairs."""
+    def merged(self, params: PyTree, *, dtype: str | None = None) -> PyTree:
+        """Add the products of pairs to the matrices, in at least float32, and return parameters without pairs.
+
+        The sums have at least the precision of `dtype`, by default that of the matrix.
+        """
         if not isinstance(params, Mapping):
             return params
         pairs = {name.removesuffix(LORA_SUFFIX): tree for name, tree in params.items() if _is_separate_pair(name, tree)}
         pairs |= {"kernel": params} if INWARD in params else {}
         return {
-            name: self._sum(tree, pairs[name]) if name in pairs else self.merged(tree)
+            name: self._sum(tree, pairs[name], dtype) if name in pairs else self.merged(tree, dtype=dtype)
             for name, tree in params.items()
             if name not in PAIR and not _is_separate_pair(name, tree)
         }
 
-    def _sum(self, kernel: jax.Array, pair: Mapping[str, jax.Array]) -> jax.Array:
+    def _sum(self, kernel: jax.Array, pair: Mapping[str, jax.Array], sum_dtype: str | None) -> jax.Array:
         """Return a matrix plus the scaled product of its pair."""
         a, b = pair[INWARD], pair[OUTWARD]
         stacked = a.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
         dtype = jnp.promote_types(kernel.dtype, jnp.float32)
         product = a.reshape(*stacked, -1, self.rank).astype(dtype) @ b.reshape(*stacked, self.rank, -1).astype(dtype)
-        return (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
+        return (kernel + self.scale * product.reshape(kernel.shape)).astype(
+            kernel.dtype if sum_dtype is None else jnp.promote_types(kernel.dtype, sum_dtype)
+        )
 
     def matches(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the paths in `layers` that the pattern matches. `params` has the shapes of all parameters, by path."""
@@ -195,15 +201,19 @@ def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
 
 
 @apart()
-def merged_params(state: TrainState) -> PyTree:
-    """Return the parameters of a state with adapters merged into the matrices, whose shardings do not change."""
+def merged_params(state: TrainState, *, dtype: str | None = None) -> PyTree:
+    """Return the parameters of a state with adapters merged into the matrices, whose shardings do not change.
+
+    Merged matrices have at least the precision of `dtype`, by default that of the matrices.
+    """
     lora = state.setup.model.lora
     if lora is None:
         return state.params
-    like = jax.eval_shape(lora.merged, state.params)
+    merge = functools.partial(lora.merged, dtype=dtype)
+    like = jax.eval_shape(merge, state.params)
     by_path = dict(tree_leaves_with_paths(state.setup.shardings.params))
     shardings = [by_path[path] for path, _ in tree_leaves_with_paths(like)]
-    return state.setup.jit(lora.merged, jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
+    return state.setup.jit(merge, jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
 
 
 # ---- Pairs ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,15 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import SOURCE_FOLDER, _from_plain, check_source, keep_source_files, like_of, opened
+from meshpar.interop.runs import (
+    SOURCE_FOLDER,
+    _from_plain,
+    check_source,
+    keep_source_files,
+    like_of,
+    opened,
+    text_fields,
+)
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.run_folder import run_folder
 from meshpar.loop.signals import scratch
@@ -116,6 +124,15 @@ def test_run_in_a_bucket_is_opened_like_its_source(bucket, tmp_path):
         assert like_of(folder.local) is not None
     with raises("missing-file"), run_folder(f"{bucket}/none") as folder:
         opened(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+
+
+def test_text_fields_are_the_separator_and_the_length_of_the_data(tmp_path):
+    recipe = load_recipe(RECIPE.parent / "gpt_stdlib.py")
+    assert text_fields(tmp_path) == {}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_json()))
+    assert text_fields(tmp_path) == {"eos_token_id": 0, "max_position_embeddings": 256}
+    (tmp_path / "recipe.json").write_text(json.dumps({"data": {"type": "ArrayData"}}))
+    assert text_fields(tmp_path) == {}
 
 
 def test_float64_weights_are_rounded_with_a_warning(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
 from meshpar.interop.hf import CheckpointTensors, copy_tokenizer, described, family_of, written
+from meshpar.interop.runs import keep_source_files
 from meshpar.models import next_token_loss
 from meshpar.training.state import make_setup
 from tests.data.test_batches import run_processes
@@ -126,7 +128,7 @@ def test_logits_equal_installed_transformers(kind, tmp_path, mesh8):
     tokens = np.random.default_rng(1).integers(0, 24, (8, 20))
     config, state = from_hf(tmp_path / "source", mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
     np.testing.assert_allclose(logits_of(state, tokens), theirs(model, tokens), atol=TOLERANCE)
-    back = to_hf(state, config, tmp_path / "back")  # without a folder to go by
+    back = to_hf(state, dataclasses.replace(config, source=None), tmp_path / "back")  # without a folder to go by
     from transformers import AutoModelForCausalLM
 
     again = AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager").eval()
@@ -197,6 +199,41 @@ def test_to_hf_writes_another_dtype_in_several_files(tmp_path):
     again, other = read_single(back)
     assert again == dataclasses.replace(config, param_dtype="float32")
     assert_same_params(other, state)
+
+
+def test_models_without_a_source_have_null_token_ids_and_the_dtype_of_their_tensors(tmp_path):
+    """The default ids of a family may exceed the vocabulary: transformers cannot load Phi-3 with 29 tokens."""
+    config, state = read_single(folder_of("odd/phi3", tmp_path / "source"), dtype="float32")
+    config = dataclasses.replace(config, source=None, param_dtype="bfloat16")
+    text = {"eos_token_id": [3, 28], "max_position_embeddings": 96}
+    for fields, expected in (None, [None, None, None]), (text, [None, [3, 28], None]):
+        back = to_hf(state, config, tmp_path / f"{fields is None}", fields=fields)
+        document = json.loads((back / "config.json").read_text())
+        assert [document[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")] == expected
+        assert document["torch_dtype"] == "float32"
+        assert {x.dtype for x in load_file(back / "model.safetensors").values()} == {np.dtype(np.float32)}
+        assert document.get("max_position_embeddings") == (fields or {}).get("max_position_embeddings")
+    for name, value in ("pad_token_id", 29), ("eos_token_id", True), ("max_position_embeddings", None), ("eos", 1):
+        with raises("unknown-name" if name == "eos" else "out-of-range", name):
+            to_hf(state, config, tmp_path / "none", fields={name: value})
+
+
+def test_exports_of_runs_have_the_dtype_and_the_token_ids_of_the_source(tmp_path):
+    """`hf` of a run has no weights. The run trains in float32, and config.json of the source says bfloat16."""
+    source = folder_of("llama", tmp_path / "source")
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 5], "top_k": 7}')
+    kept = keep_source_files(source, tmp_path / "run")
+    _, state = read_single(source, dtype="float32")
+    back = to_hf(state, config_of(kept), tmp_path / "back")
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    for name in "config.json", "generation_config.json":
+        assert json.loads((back / name).read_text()) == json.loads((source / name).read_text())
+    other = to_hf(state, config_of(kept), tmp_path / "other", fields={"eos_token_id": 3})
+    for name, expected in ("config.json", golden("llama")[0]), ("generation_config.json", {"top_k": 7}):
+        assert json.loads((other / name).read_text()) == expected | {"eos_token_id": 3}
+    shutil.rmtree(kept)
+    with raises("missing-file", "to_hf"):
+        to_hf(state, dataclasses.replace(config_of(source), source=str(kept)), tmp_path / "none")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,6 +87,20 @@ def test_to_peft_roundtrips_and_merges_as_peft(kind, tmp_path):
     assert_same_params(load_peft(fresh, config, tmp_path / "adapter", like=source), state)
 
 
+def test_adapters_keep_the_family_and_merge_with_the_requested_precision(tmp_path):
+    """Phi-3 has fused projections. A sum in bfloat16 would differ by 2e-3."""
+    source = folder_of("odd/phi3", tmp_path / "source")
+    config, state = read_single(source, lora=mp.lora(rank=2, alpha=8))
+    assert state.params["layers"]["attention"]["query"]["kernel"].dtype == "bfloat16"
+    state = moved(state)
+    pairs = load_file(to_peft(state, config, tmp_path / "adapter") / WEIGHTS)
+    assert {name.split(".")[-3] for name in pairs} == {"qkv_proj", "o_proj"}
+    merged = load_file(to_hf(state, config, tmp_path / "merged", dtype="float32") / "model.safetensors")
+    for name, weight in golden("odd/phi3")[1].items():
+        a, b = (pairs.get(f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight", 0.0) for side in "AB")
+        np.testing.assert_allclose(merged[name], weight.astype(np.float32) + 4 * np.dot(b, a), rtol=0, atol=1e-6)
+
+
 def test_wide_pair_has_the_alpha_of_its_rank(tmp_path):
     """If a matrix of the release contains two matrices of the model, its pair has twice the rank."""
     source = folder_of("deepseek_v3", tmp_path / "source")
