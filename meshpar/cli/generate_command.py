@@ -10,8 +10,8 @@ import click
 
 from meshpar.cli.convert_command import layout_of, where_options
 from meshpar.cli.main import print_json
-from meshpar.sharding.errors import problem
-from meshpar.sharding.host_resources import check_unicode
+from meshpar.sharding.errors import near_or, problem
+from meshpar.sharding.host_resources import check_unicode, is_url
 
 if TYPE_CHECKING:
     from meshpar.data.tokens import Tokenizer
@@ -61,6 +61,10 @@ def generate(
     from meshpar.loop.run_folder import run_folder
 
     end_on_callback_failures()
+    if not (is_url(folder) or Path(folder).is_dir()):
+        names = sorted(str(path) for path in Path(folder).parent.glob("*/"))
+        reason, fix = "there is no such folder", near_or(folder, names, "name a folder below runs/")
+        raise problem(f"run `{folder[:200]}`", "read its model", reason, fix, code="missing-file")
     with run_folder(folder) as run:
         coder = _tokenizer(run.local, tokenizer)
         config, state = opened(run, mesh=layout[0], strategy=layout[1], dtype=dtype)

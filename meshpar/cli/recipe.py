@@ -332,8 +332,23 @@ class Recipe:
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Metric writers in addition to metrics.jsonl. Each needs the extra of the same name."""
 
+    def __new__(cls, **fields: Any) -> Recipe:
+        """Check the names of the fields."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields.keys() - known:
+            is_option = name in (field.name for field in dataclasses.fields(StepOptions))
+            fix = f"write step=mp.StepOptions({name}=...)" if is_option else near(name, known)
+            raise problem(f"Recipe({name}=...)", "set it", "a recipe has no such field", fix, code="unknown-name")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
+        if isinstance(self.optimizer, optax.GradientTransformation):
+            reason, fix = (
+                "it is an optax optimizer, not its description",
+                "write mp.Optax(make=lambda steps: optax.sgd(0.1))",
+            )
+            raise problem("Recipe.optimizer", "build it for a number of steps", reason, fix, code="wrong-type")
         for field, kind in (("mesh", MeshSpec), ("step", StepOptions), ("lora", Lora), ("sample", Sample)):
             value = getattr(self, field)
             is_kind = isinstance(value, kind) or (value is None and field in ("lora", "sample"))

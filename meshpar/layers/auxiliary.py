@@ -121,6 +121,11 @@ def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[s
     check_cases(f"loss function `{named(loss_fn)}`", "return (loss, metrics)", "wrong-type", (not is_pair, reason, fix))
     loss, metrics = out
     values = {field: getattr(loss, field) for field in ("total", "weight") if hasattr(loss, field)}
+    shapes = {field: np.shape(x) for field, x in (values or {"": loss}).items() if hasattr(x, "shape")}
+    reason = f"it is an array of shape {next(filter(None, shapes.values()), ())}"
+    fix = "return mp.MeanLoss(total.sum(), weight.sum())" if values else "return mp.MeanLoss(losses.sum(), losses.size)"
+    case = any(shapes.values()), reason, fix
+    check_cases(f"loss function `{named(loss_fn)}`", "use its loss as a scalar", "wrong-shape", case)
     check_numbers({**({f"loss.{field}": x for field, x in values.items()} or {"loss": loss}), **metrics})
     dtype = jnp.result_type(values.get("total", loss))
     is_exact = trains and not jnp.issubdtype(dtype, jnp.floating)

@@ -177,6 +177,8 @@ def check_batch(
       The number of examples.
     """
     leaves = dict(tree_leaves_with_paths(batch))
+    if any(isinstance(x, int | float) for x in leaves.values()):
+        _check_no_lists(batch)
     for rule in rules.inputs:
         if not any(map(rule.matches, leaves)):
             where, reason = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(leaves)} leaves"
@@ -199,6 +201,21 @@ def check_batch(
         check_rows(common, axes, accumulate * interleave, what, takes_scalars=True)
     shapes = [np.shape(x) for x in (common or {path: leaves[path] for path in separate}).values()]
     return max((shape[0] for shape in shapes if shape), default=0)
+
+
+def _check_no_lists(batch: PyTree) -> None:
+    """Refuse lists of numbers, whose elements jax would treat as separate scalars."""
+
+    def is_list(x: Any) -> bool:
+        return isinstance(x, list) and bool(x) and (isinstance(x[0], int | float) or is_list(x[0]))
+
+    for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list):
+        if is_list(x):
+            name = path_str(path)
+            where, fix = f"batch entry `{name}`" if name else "batch", "convert it: np.asarray(...)"
+            raise problem(
+                where, "shard it", "it is a list of numbers, and JAX arrays are not lists", fix, code="wrong-type"
+            )
 
 
 def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:

@@ -50,6 +50,8 @@ class Boundaries:
     """Paths of the modules that have returned."""
     num_constrained: int = 0
     """Number of constrained activations, including the model's calls of `constrain`."""
+    constrained_axes: set[str] = dataclasses.field(default_factory=set)
+    """Mesh axes that these constraints shard over."""
 
 
 @contextlib.contextmanager

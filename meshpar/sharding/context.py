@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from meshpar.sharding.constraints import abstract_of, with_layout
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
+from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axes_of_spec, axis_sizes, problem, without_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +150,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         return x
     if current().boundaries is not None:
         current().boundaries.num_constrained += 1
+        current().boundaries.constrained_axes.update(axes_of_spec(spec))
     # In a shard_map the constraint must use the context mesh with its manual axes, which a bare spec does.
     return with_layout(x, spec if _manual_axes(context) else NamedSharding(context.mesh, spec))
 

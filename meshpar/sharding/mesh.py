@@ -181,7 +181,10 @@ class MeshSpec(Mapping[str, int]):
             fix = f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices"
             reason = "build takes a list of devices, not a number"
             raise problem(f"{self!r}.build({devices})", f"use {devices} devices", reason, fix, code="wrong-type")
-        devices = list(jax.devices() if devices is None else devices)
+        if devices is None:
+            devices = jax.devices()
+            self._check_host_devices(devices)
+        devices = list(devices)
         sizes = self.resolve(len(devices))
         if devices[0].platform == "tpu":
             from jax.experimental import mesh_utils
@@ -212,6 +215,15 @@ class MeshSpec(Mapping[str, int]):
         if devices_per_node is not None and devices_per_node < devices:
             self._check_inside(sizes, {devices_per_node})
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=self.axis_types)
+
+    def _check_host_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Raise an error that names jax's flag if the mesh needs more CPU devices than this process has."""
+        needed = math.prod(size for size in self._sizes.values() if size != -1)
+        if devices[0].platform == "cpu" and len(devices) < needed and jax.process_count() == 1:
+            requested = f"use {len(devices)} CPU device{'s' * (len(devices) > 1)}"
+            fix = f"set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before Python starts"
+            fix += "; .abstract() needs no devices"
+            raise problem(repr(self), requested, f"the product of the sizes is {needed}", fix, code="indivisible")
 
     def _check_inside(self, sizes: dict[str, int], node_sizes: set[int]) -> None:
         """Check `inside_node`. The size of an axis times all inner sizes must divide the devices of a node."""

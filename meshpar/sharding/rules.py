@@ -133,8 +133,10 @@ def names(*dims: Any) -> NamesOf:
     """
     and_more = dims[-1:] == (...,)
     named_dims = dims[:-1] if and_more else dims
-    if not all(name is None or isinstance(name, str) for name in named_dims):
+    names_nothing = and_more and not named_dims
+    if names_nothing or not all(name is None or isinstance(name, str) for name in named_dims):
         expected = "a logical name is a string, or None for a dim without a name"
+        expected += ", and `...` alone names no dim" * names_nothing
         example = 'a name for each dim, names("embed", None), or end with `...`, names("layers", ...)'
         raise _invalid("names", dims, expected, example)
     return NamesOf(named_dims, and_more)

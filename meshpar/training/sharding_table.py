@@ -459,7 +459,11 @@ def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequenc
             if names
             else "their dims have no names"
         )
-        fix = "annotate the model, or add rules by path: mp.Rules(paths={r'.*/kernel': mp.names(...)})"
+        dims = "'embed', 'mlp'" if "mlp" in wanted or not wanted else f"{wanted[0]!r}, ..."
+        fix = f"annotate the model, or add rules by path: mp.Rules(paths={{r'.*/up/kernel': mp.names({dims})}})"
+        if wanted == ["layers"]:
+            fix = "stack the layers, and call them with mp.scan_layers; then name the first dim: "
+            fix += "mp.Rules(paths={r'blocks/.*': mp.names('layers', ...)})"
         if indivisible:
             fix += "; or pad a dim, change the size of the axis, or replicate all leaves with mp.ddp()"
         elif by_size:

@@ -13,9 +13,10 @@ import contextlib
 import functools
 import inspect
 import re
+import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
 
 import jax
@@ -44,14 +45,20 @@ from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.errors import check_cases
+<<<<<<< HEAD
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.rules import Rules
+=======
+from meshpar.sharding.host_resources import user_line
+from meshpar.sharding.rules import Rules, axes_in
+>>>>>>> 84c7983b (errors: name the fix of a newcomer's mistakes; refuse a mesh axis that only shards activations without constraints)
 from meshpar.sharding.types import (
     MeshparError,
     PyTree,
     axes_of_spec,
     check_takes,
     is_spec,
+    named,
     near_or,
     problem,
     tree_leaves_with_paths,
@@ -443,8 +450,17 @@ def loss_of(
 
 def _call(loss_fn: LossFn, model: Any, examples: PyTree, key: jax.Array) -> Any:
     """Call the user's loss function, and explain an unbound axis name."""
+    batch = as_given(examples)
     try:
-        return loss_fn(model, as_given(examples), key)
+        return loss_fn(model, batch, key)
+    except KeyError as error:
+        if not isinstance(batch, Mapping) or not error.args or error.args[0] in batch or not _reads(error, batch):
+            raise
+        names, line = ", ".join(f"`{name}`" for name in batch), user_line(error)
+        where, reason = f"loss function `{named(loss_fn)}`", f"the batch has the keys {names}"
+        requested = f"read {error.args[0]!r}" + (f" at {line}" if line else "")
+        fix = near_or(str(error.args[0]), batch, "add the key to the batch, or read one of these", list_known=False)
+        raise problem(where, requested, reason, fix, code="unknown-name") from error
     except NameError as error:
         axis = re.search(r"unbound axis name: (\w+)", str(error))
         if axis is None:
@@ -453,6 +469,12 @@ def _call(loss_fn: LossFn, model: Any, examples: PyTree, key: jax.Array) -> Any:
         where, requested = f"axis name `{axis[1]}` in the model", "reduce over it, as BatchNorm(axis_name=...) does"
         fix = f"remove axis_name={axis[1]!r}"
         raise problem(where, requested, reason, fix, code="unsupported-feature") from error
+
+
+def _reads(error: BaseException, batch: PyTree) -> bool:
+    """Return whether the function that raised an error has the batch as a local variable."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return any(value is batch for value in frame.f_locals.values())
 
 
 def _refusing_other_axes(loss: Evaluate, setup: Setup) -> Evaluate:
@@ -515,6 +537,7 @@ def _check_constraints(setup: Setup, boundaries: Boundaries) -> None:
     assert context is not None
     if not is_part():
         check_rules_matched(boundaries, context)
+        _check_axes_used(setup, boundaries)
     is_local_batch = all(auto_sizes(context)[axis] == 1 for axis in setup.batch_axes)
     if boundaries.num_constrained or is_local_batch or not boundaries.shard_batch or not _may_move_activations(setup):
         return
@@ -527,6 +550,25 @@ def _check_constraints(setup: Setup, boundaries: Boundaries) -> None:
             'mp.constrain(x, "batch", ...) between layers; mp.explain(step, state, batch) lists the communication.',
             stacklevel=2,
         )
+
+
+def _check_axes_used(setup: Setup, boundaries: Boundaries) -> None:
+    """Check that no mesh axis is only for activations that the model never constrains."""
+    context, params = ambient(), jax.tree.leaves(setup.layout.params, is_leaf=is_spec)
+    assert context is not None
+    used = boundaries.constrained_axes.union(setup.batch_axes, *map(axes_of_spec, params))
+    sizes, rules = auto_sizes(context), context.rules
+    for axis in sorted(axis for axis in rules.axes - used if sizes.get(axis, 1) > 1):
+        names = sorted(name for name in rules.names if (rule := rules.name_rule(name)) and axis in axes_in(rule.value))
+        shown = ", ".join(f"`{name}`" for name in names)
+        reason = (
+            f"its rules shard activations named {shown}, and the model constrains none, so its devices would repeat "
+        )
+        reason += "the same work"
+        dims = f'"batch", "{names[0]}", None' if names else '"batch", None'
+        fix = f"write x = mp.constrain(x, {dims}) between layers, or use a strategy without rules for this axis"
+        requested = "divide the work over it"
+        raise problem(f"mesh axis `{axis}` ({sizes[axis]})", requested, reason, fix, code="unmatched-rule")
 
 
 # ---- The update ------------------------------------------------------------------------------------------------------

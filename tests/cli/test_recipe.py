@@ -344,6 +344,20 @@ def wrong():
 """
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "code", "fix"),
+    [
+        ("remat", "dots", "unknown-name", "step=mp.StepOptions(remat=...)"),
+        ("step_size", 1, "unknown-name", "`steps`"),
+        ("optimizer", optax.sgd(0.1), "wrong-type", "mp.Optax(make="),
+    ],
+)
+def test_misplaced_fields_are_errors_with_a_fix(field, value, code, fix):
+    with raises(code, f"Recipe{'.' if field == 'optimizer' else '('}{field}") as error:
+        small(**{field: value})
+    assert fix in error.value.fix
+
+
 def test_load_recipe_passes_the_number_of_devices(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(FILE)

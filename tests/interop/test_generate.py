@@ -72,3 +72,10 @@ def test_mistakes(args, says, source, capsys):
         cli.main(["generate", str(source), *args, "--devices", "1"])
     assert end.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_missing_run_is_an_error_with_similar_names(source, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate", f"{source}s", "--prompt", "a", "--devices", "1"])
+    assert end.value.code == 2
+    assert f"there is no such folder. Did you mean `{source}`?" in capsys.readouterr().err

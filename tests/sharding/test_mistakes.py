@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,9 @@ RULES: dict[str, Callable[[], Any]] = {
     "tensor parallelism of a model without names": lay_out(mp.tensor_parallel(), PLAIN),
     "fsdp of a model of small unnamed leaves": lay_out(mp.fsdp(), PLAIN),
     "expert parallelism without experts": lay_out(TP | mp.expert_parallel()),
+    "pipeline stages of layers that are not stacked": lay_out(
+        mp.pipeline_parallel(stages=2, microbatches=4), mesh=mp.MeshSpec(stage=2, data=4).abstract()
+    ),
     "hsdp without an axis to replicate over": lay_out(mp.hsdp()),
 }
 
@@ -141,6 +145,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "no alternatives": mp.first,
     "a number as alternative": lambda: mp.first("tensor", 2),
     "a number as name": lambda: mp.names("embed", 2),
+    "an Ellipsis without names": lambda: mp.names(...),
     "a number as axis": lambda: mp.fsdp(axis=4),
     "an axis twice in a preset": lambda: mp.zero1(axis=("fsdp", "fsdp")),
     "a number as axis of tensor_parallel": lambda: mp.tensor_parallel(axis=2),
@@ -242,6 +247,21 @@ def stepped(batch, **options):
     )
 
 
+def loss_from(value, model, batch, key):
+    return value(batch), {}
+
+
+def with_loss(value, strategy=TP, **axes):
+    def lowered():
+        mesh = mp.MeshSpec(tensor=2, **(axes or {"fsdp": 4})).build()
+        state = mp.abstract_state(NAMED, optax.sgd(0.1), mesh=mesh, strategy=strategy)
+        loss: Any = functools.partial(loss_from, value)  # errors name no line number of a partial function
+        loss.__name__ = "loss"
+        mp.train_step(loss).lower(state, {"tokens": np.zeros((8, 3), np.float32)})
+
+    return lowered
+
+
 STEPS: dict[str, Callable[[], Any]] = {
     "no micro-steps": steps(accumulate=0),
     "True as number of micro-steps": steps(accumulate=True),
@@ -259,6 +279,12 @@ STEPS: dict[str, Callable[[], Any]] = {
     "objects in the batch": stepped({"tokens": np.zeros((8, 3)), "any": np.array([None] * 8)}),
     "dates in the batch": stepped({"tokens": np.zeros((8, 3)), "day": np.zeros(8, "datetime64[D]")}),
     "a batch of size zero": stepped({"tokens": np.zeros((0, 3))}),
+    "a batch of lists": stepped({"tokens": np.zeros((8, 3)).tolist()}),
+    "a loss per example": with_loss(lambda batch: batch["tokens"].mean(-1)),
+    "a total per example": with_loss(lambda batch: mp.MeanLoss(batch["tokens"].mean(-1), 8)),
+    "context parallelism of a model that never constrains seq": with_loss(
+        lambda batch: batch["tokens"].mean(), TP | mp.context_parallel(), context=4
+    ),
 }
 
 MISTAKES = {**RULES, **VALUES, **KINDS, **STEPS}

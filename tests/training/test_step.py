@@ -464,11 +464,21 @@ def test_batch_dtypes_are_checked_in_every_call():
         step(state, make_batch(0) | more | {"tiny": np.array([None] * ROWS)})
 
 
+def test_missing_batch_key_is_an_error_that_lists_the_keys():
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    with raises("unknown-name", "loss function") as error:
+        mp.train_step(lambda m, b, k: (m(b["pixels"]).mean(), {})).lower(state, make_batch(0))
+    assert "read 'pixels' at test_step.py:" in error.value.requested
+    assert error.value.reason == f"the batch has the keys {', '.join(f'`{name}`' for name in make_batch(0))}"
+    with pytest.raises(KeyError, match="pixels"):  # raised by a function that does not have the batch
+        mp.train_step(lambda m, b, k: (lambda: {}["pixels"])()).lower(state, make_batch(0))
+
+
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
         (lambda m, b, k: m(b["x"]).mean(), "return (loss, metrics)"),
-        (lambda m, b, k: (m(b["x"]), {}), "metric `loss`"),
+        (lambda m, b, k: (m(b["x"]), {}), "mp.MeanLoss(losses.sum(), losses.size)"),
         (lambda m, b, k: (m(b["x"]).mean(), {"out": m(b["x"])}), "metric `out`"),
     ],
 )
