@@ -45,13 +45,8 @@ from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.errors import check_cases
-<<<<<<< HEAD
-from meshpar.sharding.host_resources import check_not_forked
-from meshpar.sharding.rules import Rules
-=======
-from meshpar.sharding.host_resources import user_line
+from meshpar.sharding.host_resources import check_not_forked, user_line
 from meshpar.sharding.rules import Rules, axes_in
->>>>>>> 84c7983b (errors: name the fix of a newcomer's mistakes; refuse a mesh axis that only shards activations without constraints)
 from meshpar.sharding.types import (
     MeshparError,
     PyTree,
