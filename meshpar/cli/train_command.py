@@ -579,6 +579,8 @@ def _data_line(description: Mapping[str, Any]) -> str:
         items.append("the documents in a row attend to each other (data.separate_documents=false)")
     if count := description.get("in_parts"):
         items.append(f"{count:,} conversations in parts, because their template changes earlier turns")
+    if count := description.get("unended_answers"):
+        items.append(f"{count:,} answers end without a special token (data.stop_tokens)")
     if unused := description.get("unused_fields"):
         counts = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
         items.append(f"nothing reads the fields {counts}")

@@ -65,6 +65,10 @@ class ChatData:
     """A `tokenizer.json`, its folder, or `bytes`."""
     template: str | None = None
     """File of a jinja template. None uses `chat_template.jinja` or `tokenizer_config.json` next to the tokenizer."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end an answer although the template does not write them in the answer. In GLM's template it is the
+    role of the next message: `("<|user|>", "<|observation|>")`. A stop token after an answer has weight 1, and the
+    first one is appended to a text that ends with an answer."""
     date: str = DATE
     """Current day for the template, `YYYY-MM-DD`. It is fixed so that resumed runs read the same data."""
     seq_len: int = 1024
@@ -82,6 +86,11 @@ class ChatData:
             if not isinstance(value := getattr(self, name), types):
                 requested, fix = f"use {value!r}"[:100], f'write {name}="..."'
                 raise problem(f"`ChatData.{name}`", requested, "it is not a string", fix, "wrong-type")
+        stop_tokens = self.stop_tokens
+        if not isinstance(stop_tokens, tuple | list) or not all(isinstance(token, str) for token in stop_tokens):
+            requested, fix = f"use {stop_tokens!r}"[:100], 'write stop_tokens=("<|user|>",)'
+            raise problem("`ChatData.stop_tokens`", requested, "it is not a tuple of strings", fix, "wrong-type")
+        object.__setattr__(self, "stop_tokens", tuple(stop_tokens))
         check_day(self.date)
         check_fields(self)
 
@@ -97,7 +106,9 @@ class ChatData:
         files = self.files
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
+        stop_ids = _stop_ids(tokenizer, self.stop_tokens)
         unused: collections.Counter[str] = collections.Counter()
+        unended: collections.Counter[str] = collections.Counter()
 
         def conversations() -> Iterator[list[Conversation]]:
             extras = [name for name in EXTRAS if name in template.reads and name != self.field]
@@ -105,10 +116,12 @@ class ChatData:
                 unused.update(record.other_fields)
                 fields = dict(record.fields)
                 rendered = template.render(record.where, fields.pop(self.field), **fields)
-                yield [_tokens(tokenizer, text, spans) for text, spans in rendered]
+                tokenized = [tokens_of(tokenizer, text, spans, stop_ids) for text, spans in rendered]
+                unended["answers"] += sum(count for _, count in tokenized)
+                yield [conversation for conversation, _ in tokenized]
 
         with writing("`ChatData.files`"):
-            return ChatSource(self, tokenizer, conversations(), unused, batch_size=batch_size, seed=seed)
+            return ChatSource(self, tokenizer, conversations(), unused, unended, batch_size=batch_size, seed=seed)
 
 
 class Conversation(NamedTuple):
@@ -140,7 +153,7 @@ class ChatSource(TokenSource):
 
     def __init__(
         self, data: ChatData, tokenizer: Tokenizer, rendered: Iterable[list[Conversation]], unused: Mapping[str, int],
-        *, batch_size: int, seed: int,
+        unended: Mapping[str, int], *, batch_size: int, seed: int,
     ) -> None:  # fmt: skip
         self._num_records, self._unused = 0, unused
         starts = [0]
@@ -157,6 +170,12 @@ class ChatSource(TokenSource):
         if unused:
             counts = ", ".join(f"`{name}` ({count:,} records)" for name, count in sorted(unused.items()))
             logger.warning("ChatData: these fields of the records are not used: %s", counts)
+        self._num_unended = unended["answers"]
+        if self._num_unended:
+            logger.warning(
+                "ChatData: %s answers end without a special token, so the model does not learn to stop there. Set "
+                "`stop_tokens`, or use a template that ends answers.", f"{self._num_unended:,}"
+            )  # fmt: skip
         if num_conversations < 2:
             reason = f"{num_conversations} of {self._num_records} conversations have an answer within seq_len"
             fix = "add conversations, or increase seq_len"
@@ -183,7 +202,8 @@ class ChatSource(TokenSource):
         """Return the number of conversations, rows and tokens of both sets.
 
         `in_parts` counts conversations with several texts (see `Template.render`), `left_out` counts conversations
-        without answers, and `unused_fields` counts the records that have an unused field.
+        without answers, `unended_answers` counts answers without a special token at their end, and `unused_fields`
+        counts the records that have an unused field.
         """
         sets = {
             name: {"conversations": count, "rows": len(rows["inputs"]),
@@ -197,6 +217,7 @@ class ChatSource(TokenSource):
             "seq_len": self.data.seq_len,
             "left_out": self._num_records - sum(self._num_conversations),
             "in_parts": self._num_in_parts,
+            "unended_answers": self._num_unended,
             "unused_fields": dict(sorted(self._unused.items())),
             "fingerprint": self.fingerprint,
             **sets,
@@ -232,9 +253,38 @@ def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Int
     return out
 
 
-def _tokens(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Conversation:
+def tokens_of(
+    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], stop_ids: Sequence[int] = ()
+) -> tuple[Conversation, int]:
+    """Return the tokens of a rendered text, and the number of answers that end without a special token.
+
+    All tokens that overlap a span belong to the answer, as in transformers: a token may contain the space before it.
+    """
     ids, offsets = tokenizer.encode_with_offsets(text)
-    is_answer = np.zeros(len(ids), np.int32)
+    starts, ends = offsets[:, 0], offsets.max(axis=1, initial=0)
+    is_answer, end_ids, num_unended = np.zeros(len(ids), np.int32), tokenizer.special_ids | {*stop_ids}, 0
     for start, stop in spans:
-        is_answer |= ((offsets >= start) & (offsets < stop)).astype(np.int32)
-    return Conversation(ids, is_answer)
+        tokens = np.flatnonzero((starts < stop) & (np.maximum(ends, starts + 1) > start))
+        is_answer[tokens] = 1
+        written = [token for token in tokens if text[starts[token] : ends[token]].strip()]
+        if not written or not end_ids or ids[written[-1]] in end_ids:
+            continue
+        following = tokens[-1] + 1
+        if following < len(ids) and ids[following] in stop_ids:
+            is_answer[following] = 1
+        elif following == len(ids) and stop_ids:
+            ids, is_answer = np.append(ids, ids.dtype.type(stop_ids[0])), np.append(is_answer, np.int32(1))
+        else:
+            num_unended += 1
+    return Conversation(ids, is_answer), num_unended
+
+
+def _stop_ids(tokenizer: Tokenizer, stop_tokens: Sequence[str]) -> list[int]:
+    stop_ids = []
+    for token in stop_tokens:
+        ids = tokenizer.encode(token)
+        if len(ids) != 1:
+            reason, fix = f"the tokenizer encodes it as {len(ids)} tokens", "use tokens of the vocabulary"
+            raise problem("`ChatData.stop_tokens`", f"use {token!r}"[:100], reason, fix, "unknown-name")
+        stop_ids.append(int(ids[0]))
+    return stop_ids

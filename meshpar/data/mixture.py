@@ -127,11 +127,12 @@ class MixedSource(TokenSource):
             served = {"batches": num_rows // self.batch_size, "served_tokens": num_rows * self.data.seq_len}
             valid = {**description["valid"], **served}
             sources[name] = {"weight": self.shares[name], **description, "valid": valid}
-        totals = {}
+        totals: dict[str, Any] = {}
         for key in ("train", "valid", "unused_fields"):
             totals[key] = dict(sum((Counter(source.get(key, {})) for source in sources.values()), Counter()))
-        in_parts = sum(source.get("in_parts", 0) for source in sources.values())
-        return {"sources": sources, **totals, "in_parts": in_parts, "fingerprint": self.fingerprint}
+        for key in ("in_parts", "unended_answers"):
+            totals[key] = sum(source.get(key, 0) for source in sources.values())
+        return {"sources": sources, **totals, "fingerprint": self.fingerprint}
 
 
 def check_sources(data: Any, *, default: tuple[str, ...], example: str) -> None:

@@ -33,6 +33,8 @@ class Tokenizer(Protocol):
     """Upper bound of the ids."""
     separator_id: int | None
     """Token after each document, or None."""
+    special_ids: frozenset[int]
+    """Special tokens, such as the end of a turn. Empty if the tokenizer has none."""
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
         """Return the token ids in the smallest unsigned dtype for the vocabulary."""
@@ -42,8 +44,8 @@ class Tokenizer(Protocol):
         """Return the token ids of each text."""
         ...
 
-    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
-        """Return the token ids and the index of the first character of each token."""
+    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, "tokens 2"]]:
+        """Return the token ids, and the index of the first character of each token and of the first one after it."""
         ...
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
@@ -57,6 +59,7 @@ class ByteTokenizer:
     name = BYTES
     vocab_size = 256
     separator_id: int | None = 0
+    special_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -64,9 +67,9 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
         return [self.encode(text) for text in texts]
 
-    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
-        num_bytes = [len(character.encode()) for character in text]
-        return self.encode(text), np.repeat(np.arange(len(text)), num_bytes)
+    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, "tokens 2"]]:
+        starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
         """Return the text. Invalid UTF-8, which a model may generate, becomes U+FFFD."""
@@ -104,6 +107,8 @@ class HuggingFaceTokenizer:
         self.name = f"tokenizer.json:{hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest()}"
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.separator_id = _separator_id(file, vocab, separator)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
@@ -113,10 +118,9 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
-    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
+    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, "tokens 2"]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        offsets = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        return np.array(encoding.ids, dtype=self._dtype), offsets
+        return np.array(encoding.ids, dtype=self._dtype), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def encode_prompt(self, text: str) -> UInt[np.ndarray, " tokens"]:
         """Return the token ids with the special tokens that the file adds, such as Llama's begin-of-text token."""

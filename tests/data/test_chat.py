@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
@@ -22,6 +23,7 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import _data_line, train
 from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
+from meshpar.data.tokens import load_tokenizer
 from meshpar.models import TransformerConfig, next_token_loss
 from tests.errors import raises
 from tests.interop.test_untrusted import check_parts
@@ -64,6 +66,56 @@ def test_rows_have_weights_only_for_answers(tmp_path):
     info = source.describe()
     assert info["train"]["conversations"] + info["valid"]["conversations"] == 40
     assert info["train"]["learnt_tokens"] < info["train"]["tokens"]
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>: {% endif %}"
+)
+
+
+def turn_tokenizer(path):
+    """Write a byte-level tokenizer with a token for ` four`, and with special tokens for the roles."""
+    vocab = {token: i for i, token in enumerate([*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "ou", "fou", "four"])}
+    vocab["Ġfour"] = len(vocab)
+    merges = [("o", "u"), ("f", "ou"), ("fou", "r"), ("Ġ", "four")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    tokenizer.add_special_tokens(["<user>", "<assistant>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return load_tokenizer(str(path), separator="")
+
+
+@pytest.mark.parametrize("stop_tokens", [(), ("<user>",)])
+@pytest.mark.parametrize("tagged", [True, False])
+def test_overlapping_tokens_and_the_role_after_an_answer_are_trained(tagged, stop_tokens, tmp_path, caplog):
+    """Like GLM's, the template ends an answer with the next role. transformers 5.24 also trains ` four`."""
+    tokenizer = turn_tokenizer(tmp_path)
+    source = TURNS if tagged else TURNS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    (tmp_path / "chat_template.jinja").write_text(source)
+    chat = [("user", "2 + 2?"), ("assistant", "four"), ("user", "és?"), ("assistant", "four é")]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 4)
+    data = ChatData(
+        files=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path), seq_len=80, valid_fraction=0.5,
+        stop_tokens=stop_tokens,
+    )  # fmt: skip
+    with caplog.at_level("WARNING"):
+        opened = data.open(batch_size=1, seed=0)
+    rows = opened._packed[0]
+    is_first = rows["segments"][0] == 1
+    targets = rows["targets"][0][is_first & (rows["weights"][0] == 1)]
+    stop = tokenizer.encode("<user>").tolist() if stop_tokens else []
+    first, second = (tokenizer.encode(text).tolist() for text in (" four", " four é"))
+    assert len(first) == 1
+    assert targets.tolist() == [*first, *stop, *second, *stop]
+    num_unended = 0 if stop_tokens else 8
+    assert opened.describe()["unended_answers"] == num_unended
+    assert ("8 answers end without a special token" in caplog.text) == (num_unended > 0)
+    assert ("8 answers end without" in _data_line(opened.describe())) == (num_unended > 0)
+    with raises("unknown-name", "ChatData.stop_tokens"):
+        dataclasses.replace(data, stop_tokens=("<users>",)).open(batch_size=1, seed=0)
 
 
 def test_temporary_files_have_the_same_rows(tmp_path, monkeypatch):
@@ -128,6 +180,7 @@ def test_chat_data_rejects_bad_messages_and_options(tmp_path):
         ({"template": None}, "missing-file", "folder"),
         ({"seq_len": float("nan")}, "not-an-int", "ChatData"),
         ({"tokenizer": None}, "wrong-type", "ChatData.tokenizer"),
+        ({"stop_tokens": "<user>"}, "wrong-type", "ChatData.stop_tokens"),
         ({"files": (5,)}, "wrong-type", "ChatData.files"),
         ({"date": "today"}, "bad-syntax", "ChatData.date"),
         ({"seq_len": 3}, "out-of-range", "ChatData.files"),
