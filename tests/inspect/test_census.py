@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections import Counter
 
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.inspect import census as compiled
-from meshpar.inspect.census import Total, axes_of, bytes_sent, census, per_array, totals
+from meshpar.inspect.census import Total, axes_of, bytes_sent, census, on_stage, per_array, totals
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.hlo.groups import parse_groups
 from meshpar.inspect.program import compile_here
@@ -219,6 +220,24 @@ def test_combined_collectives_can_be_split():
     ]
     assert parts[0].groups == found.groups
     assert per_array(parts[0]) == (parts[0],)
+
+
+def test_totals_of_a_pipeline_are_those_of_the_busiest_stage():
+    """The stage with the most collectives need not send the most bytes."""
+    body = f"""
+        q = f32[80,4] parameter(1)
+        r = f32[8,4] all-reduce(p), {ON_TENSOR}, to_apply=add
+        t = f32[80,4] all-reduce(q), {ON_TENSOR}, to_apply=add
+    """
+    small, large = census(module_of(body), MESH)
+    counted = [
+        dataclasses.replace(small, count_by_stage=(9, 1, 0), count_per_step=9),
+        dataclasses.replace(large, count_by_stage=(0, 3, 1), count_per_step=3),
+    ]
+    ((total,),) = (kinds.values() for kinds in totals(counted).values())
+    assert total.count_per_step == 9
+    assert total.bytes_sent_per_device == small.bytes_sent_per_device + 3 * large.bytes_sent_per_device
+    assert [len(on_stage(counted, stage)) for stage in range(3)] == [1, 2, 1]
 
 
 def test_all_to_all_of_many_operands_is_one_array():

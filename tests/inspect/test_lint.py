@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import types
 
 import jax
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 import meshpar as mp
 from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.inspect import census
-from meshpar.inspect.lint import Finding, lint
+from meshpar.inspect.hlo.parser import ArrayShape
+from meshpar.inspect.lint import Finding, _gathers_batch, lint
 from meshpar.inspect.timeline.simulator import timeline
 from tests.grid import cases
 from tests.inspect import saved
@@ -99,6 +101,29 @@ def test_small_messages_are_one_finding_per_axis(compiled, name, axis, module):
     # With negligible latency, or if the rest of the step takes much longer, nothing is reported.
     assert small_messages(dataclasses.replace(cluster, axes={"*": Link(alpha_s=1e-9, bytes_per_s=1e11)}))[0] == []
     assert small_messages(cluster, slower=20.0)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "dims", "gathered", "is_found"),
+    [
+        (1, (4, 64, 8), "{0}", True), (2, (2, 64, 8), "{0}", True), (1, (2, 64, 8), "{0}", False),
+        (2, (4, 64, 8), "{0}", True), (2, (2, 64, 8), "{2}", False), (2, (2, 32, 8), "{0}", False),
+        (2, (2, 64), "{0}", False),
+    ],
+)  # fmt: skip
+def test_gathered_examples_of_a_micro_step_are_found(accumulate, dims, gathered, is_found):
+    """The local batch is [4, 64], so the activations of one of two micro-steps are [2, 64, ...]."""
+    array = types.SimpleNamespace(
+        arrays=[ArrayShape("f32", dims)], kind="all-gather", axes=("data",), module="mlp", computation="c", name="g"
+    )
+    context = types.SimpleNamespace(
+        batch_axes={"data"}, param_dims=frozenset(), batch_shapes=((4, 64),),
+        program=types.SimpleNamespace(rematerializations=()), options=mp.StepOptions(accumulate=accumulate),
+        module=types.SimpleNamespace(
+            computations={"c": {"g": types.SimpleNamespace(attributes={"dimensions": gathered})}}
+        ),
+    )  # fmt: skip
+    assert _gathers_batch(context, array) is is_found
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from meshpar.hardware.cost_model import bytes_sent
 from meshpar.inspect.census import Collective, Member
 from meshpar.inspect.hlo.parser import ArrayShape
 from meshpar.inspect.hlo.walk import Loop
-from meshpar.inspect.matching import SMALL, match_collectives
+from meshpar.inspect.matching import SMALL, match_collectives, merge_stages
 from meshpar.inspect.traced_collectives import Message
 from meshpar.parallel.expected.step_spec import GRADIENTS, WEIGHTS, ExpectedCollective
 from tests.inspect.test_expected import verdict
@@ -157,6 +157,16 @@ def test_absent_collectives_are_missing():
         found = match(*(other for other in CORRECT if other is not absent), fewer, traced=())
         assert {(e.kind, e.axes, e.count[0]) for e in found.missing} == {(absent.kind, absent.axes, 1)}
         assert not found.unexpected
+
+
+def test_merged_stages_keep_the_stage_that_sends_the_most():
+    planted = [collective("all-to-all", ("tensor",), 777, count) for count in (2, 5, 3)]
+    stages = [match(*CORRECT, each, traced=()) for each in planted]
+    merged = merge_stages(stages)
+    assert reported(merged) == {("all-to-all", ("tensor",)): 5}
+    assert (merged.unexpected, merged.matched, merged.missing) == (stages[1].unexpected, stages[0].matched, ())
+    (absent,) = match(*CORRECT[1:], traced=()).missing
+    assert merge_stages([*stages, match(*CORRECT[1:], traced=())]).missing == (absent,)
 
 
 def test_only_vectors_over_the_batch_are_bookkeeping():

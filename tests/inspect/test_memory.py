@@ -76,12 +76,11 @@ class Sizes:
         return Program(target="cpu", compile_s=0.0, **dataclasses.asdict(self))
 
 
-def toy(strategy=None, *, rows=16, params=None, **axes):
+def toy(strategy=None, *, rows=16, params=None, trainable=None, **axes):
     """A state, and a batch of float64 rows, as NumPy makes them."""
     model = mp.from_functions(lambda key: params or {"w": jnp.zeros((64, 32))}, lambda p, x: x @ p["w"])
-    state = mp.abstract_state(
-        model, optax.adam(1e-3), mesh=mp.MeshSpec(**(axes or {"data": 8})).abstract(), strategy=strategy or mp.ddp()
-    )
+    mesh, strategy = mp.MeshSpec(**(axes or {"data": 8})).abstract(), strategy or mp.ddp()
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy, trainable=trainable)
     return state, {"x": np.zeros((rows, 64))}
 
 
@@ -115,8 +114,10 @@ def test_account_without_a_gpu_has_no_limit():
         (mp.zero3(min_bytes=0), {"precision": mp.Precision(compute="bfloat16", reduce="bfloat16")}, 64 * 32 * 2 // 8),
     ],
 )
-def test_gradient_bytes(strategy, options, expected):
-    state, batch = toy(strategy, fsdp=8)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradient_bytes(strategy, options, expected, frozen):
+    params = {"w": jnp.zeros((64, 32)), **({"base": jnp.zeros((64, 48))} if frozen else {})}
+    state, batch = toy(strategy, params=params, trainable="w", fsdp=8)
     step = mp.train_step(lambda model, batch, key: (model(batch["x"]).mean(), {}), **options)
     program = Sizes(temporary_bytes=MB).program()
     assert memory(program, state.setup, batch, None, options=step.options).gradients_bytes == expected

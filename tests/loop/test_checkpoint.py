@@ -283,6 +283,11 @@ def test_restore_of_an_nnx_model_with_batch_statistics(tmp_path):
     restored = round_trip(tmp_path, setup, state)
     assert len(jax.tree.leaves(restored.extra)) > 0
     assert jax.tree.structure(restored) == structure
+    with Checkpoints(tmp_path) as checkpoints:
+        weights = checkpoints.restore(setup, weights_only=True).state
+    started = jax.tree.leaves(setup.init(0).extra)
+    assert any(np.any(np.asarray(a) != b) for a, b in zip(started, jax.tree.leaves(weights.extra), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, (weights.params, weights.extra), (state.params, state.extra))
 
 
 def test_restore_of_each_dtype(tmp_path):

@@ -371,6 +371,11 @@ def test_maxtext_rules_with_removed_axes():
     kernel = leaf(16, 16, names=("embed", "mlp"), path="up")
     assert spec(rules, kernel, mesh) == P("fsdp", "tensor")
     assert spec(rules, leaf(16, names=("batch",), path="batch"), mesh) == P(("data", "fsdp"))
+    # `batch` is preferred to `activation_batch`, and an argument to both.
+    for batch, axis in ((None, "tensor"), ("activation_mlp", "tensor"), ("norm", None), ("rows", "fsdp")):
+        lines = [*MAXTEXT_LIST, ["batch", ["tensor"]], ["rows", "fsdp"]]
+        chosen = mp.Rules.from_logical_axis_rules(lines, axes={"fsdp_transpose": None}, batch=batch)
+        assert spec(chosen, leaf(16, names=("batch",), path="batch"), mesh) == P(axis)
     with raises("unknown-axis", "`up` dim 1"):
         resolve(kernel, mp.Rules.from_logical_axis_rules(MAXTEXT_LIST), mesh)
     with raises("indivisible", "dim 0"):
