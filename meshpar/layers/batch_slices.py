@@ -12,6 +12,7 @@ Communication in LLM Training via Generic Tensor Slicing and Overlapping".
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layers.auxiliary import is_counted
 from meshpar.sharding.activations import batch_divided
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import ambient, current, spec_of
+from meshpar.sharding.context import ambient, current, spec_of, within
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, check_divides, problem
 
@@ -64,8 +65,9 @@ def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) 
     """Return a layer that runs on a tuple of slices of x, with the same weights for all slices.
 
     `layer` is a function `(x, params, *inputs, per_example) -> (x, Aux or None)`, without `per_example` if it is None.
-    Arrays in `per_example` with a first dim of 1 are used for all slices, larger arrays are sliced. Counts in the `Aux`
-    are summed over slices. The loss and floating metrics are averaged. Typed PRNG keys (`jax.random.key`) in the inputs
+    Arrays in `per_example` with a first dim of 1 are used for all slices, larger arrays are sliced. An `Aux` with
+    `sums` is computed from the sums over all slices. Otherwise its counts are summed over slices, and its loss and
+    floating metrics are averaged. Typed PRNG keys (`jax.random.key`) in the inputs
     are different for each slice. With other keys, and with keys in closures, all slices draw the same numbers.
     """
     leaves, structure = jax.tree.flatten(per_example)
@@ -73,18 +75,47 @@ def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) 
     sliced = [jax.tree.unflatten(structure, [piece[i] for piece in pieces]) for i in range(count)]
 
     def on_slices(xs: tuple[PyTree, ...], params: PyTree, *inputs: PyTree) -> Any:
-        with batch_divided(count), _explain_errors(count):
+        statistics = SliceStatistics()
+        with batch_divided(count), within(slices=statistics), _explain_errors(count):
             outputs = [
                 layer(x, params, *(_fold_in(tree, i) for tree in inputs), *(() if local is None else (local,)))
                 for i, (x, local) in enumerate(zip(xs, sliced, strict=True))
             ]
         ys, aux = (tuple(values) for values in zip(*outputs, strict=True))
+        statistics.check(count, sum(result is not None and result.sums is not None for result in aux))
         if aux[0] is None:
             return ys
-        sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *aux)
-        return ys, jax.tree.map(lambda total: total if is_counted(total) else total / count, sums)
+        totals = jax.tree.map(lambda *values: sum(values[1:], values[0]), *aux)
+        if totals.sums is not None:
+            return ys, totals.sums.finish(totals.sums.values)._replace(sums=None)
+        return ys, jax.tree.map(lambda total: total if is_counted(total) else total / count, totals)
 
     return on_slices
+
+
+@dataclasses.dataclass(eq=False)
+class SliceStatistics:
+    """Counts the layers inside slices whose losses are not means over examples. Compared by identity, per trace."""
+
+    num_layers: int = 0
+
+    def check(self, count: int, num_sums: int) -> None:
+        """Check that the sums of all these layers are returned, so that their losses do not depend on the slices."""
+        reason = "the loss of a router is a product of means over tokens, so the mean over slices is a different loss"
+        fix = "return `stats.aux` of the layer's only MoE layer, use auxiliary_weight=0 and z_weight=0, or interleave=1"
+        is_lost = num_sums != self.num_layers and self.num_layers > 0, reason, fix
+        check_cases(f"train_step(interleave={count})", "add up router statistics", "unsupported-feature", is_lost)
+
+
+def is_sliced() -> bool:
+    """Return whether a layer is traced on a slice of the batch."""
+    return current().slices is not None
+
+
+def note_statistics() -> None:
+    """Register a layer whose loss is not a mean over examples. Layers on slices of a batch have to return its sums."""
+    if (statistics := current().slices) is not None:
+        statistics.num_layers += 1
 
 
 @contextlib.contextmanager

@@ -41,6 +41,20 @@ class Aux(NamedTuple):
     metrics: dict[str, jax.Array]
     """Arrays without gradients. Integers are counts, which are summed over microbatches and devices. Other dtypes are
     means over examples, which are averaged."""
+    sums: Sums | None = None
+    """Sums from which loss and metrics follow, if they are not means over examples. `scan_layers` adds the sums of the
+    slices of a batch (`train_step(interleave=...)`), and does not return them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over tokens or examples, and the function that computes an `Aux` from them."""
+
+    values: PyTree
+    """Arrays to be added over slices of the batch."""
+    finish: Callable[[Any], Aux] = dataclasses.field(metadata={"static": True})
+    """values -> Aux. A hashable value, equal for all slices."""
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +241,7 @@ def scan_layers(
     num_slices = 1 if context is None or caches is not None else context.interleave
     if num_slices > 1:
         check_batch_dims(x, per_example, num_slices)
-        sliced = layer_on_slices(lambda *args: with_aux(layer(*args)), per_example, num_slices)
+        sliced = layer_on_slices(lambda *args: with_aux(layer(*args), has_sums=True), per_example, num_slices)
         body: Layer = SlicedLayer(_in_context(sliced, at, runner), num_slices)
     else:
         body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at, runner)
@@ -316,8 +330,8 @@ def _types(tree: PyTree) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 
-def with_aux(output: Any) -> tuple[Any, Aux | None]:
-    """Split the output of a layer into x and its `Aux`, or None."""
+def with_aux(output: Any, *, has_sums: bool = False) -> tuple[Any, Aux | None]:
+    """Split the output of a layer into x and its `Aux`, or None. `has_sums` keeps the sums of the `Aux`."""
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux)):
         return output, None
     x, aux = output
@@ -330,7 +344,7 @@ def with_aux(output: Any) -> tuple[Any, Aux | None]:
         if is_wrong:
             raise problem("the Aux of a layer", "add it to the loss and the metrics", reason, fix, code)
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
-    return x, Aux(jnp.asarray(aux.loss), metrics)
+    return x, Aux(jnp.asarray(aux.loss), metrics, aux.sums if has_sums else None)
 
 
 def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:

@@ -68,9 +68,15 @@ def prepare(
     check_divides(f"tokens of shape {tokens_BT.shape}, dim 1 (`seq`)", requested, length, unit, fix)
     batch, positions = ("batch", positions_BT) if positions_BT is not None else (None, jnp.arange(length)[None])
     positions_BT = constrain(zigzag(positions, num_ranks), batch, "seq")
-    if segments_BT is not None:
-        segments_BT = constrain(zigzag(segments_BT, num_ranks), "batch", "seq")
+    segments_BT = reordered(segments_BT)
     return constrain(zigzag(tokens_BT, num_ranks), "batch", "seq"), positions_BT, segments_BT
+
+
+def reordered(x_BT: Array | None) -> Array | None:
+    """Return values of positions, such as segment ids, in the order in which the layers process a full sequence."""
+    if x_BT is None or not (axes := sequence_axes(x_BT)):
+        return x_BT
+    return constrain(zigzag(x_BT, _num_ranks(axes)), "batch", "seq")
 
 
 def natural_order(h_BTE: Array) -> Array:

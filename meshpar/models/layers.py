@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meshpar.collectives import blockwise_attention, cudnn, flash
 from meshpar.collectives.attention import WindowChoice, capped
@@ -171,6 +171,8 @@ class Rope(NamedTuple):
     """Factor of the queries in layers without rotary embeddings."""
     chunk_BT: Int[Array, "B T"] | None = None
     """Index of the chunk of each position, for layers with chunks. `None` if there is a single chunk."""
+    mask_BT: Bool[Array, "B T"] | None = None
+    """False for padding, which MoE layers do not route. `None`: all tokens count."""
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> np.ndarray:

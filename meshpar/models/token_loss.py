@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from meshpar.layers.losses import MeanLoss
+from meshpar.layers.token_mask import masking
 from meshpar.models.chunked_cross_entropy import TokenLosses, Unembedding, chunked_cross_entropy
 from meshpar.sharding.types import problem
 
@@ -29,7 +30,8 @@ def next_token_loss(
       model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, which makes logits in chunks.
       batch: `inputs` and `targets`, both integers `[B, T]`; target t is the token after input t. The loss ignores
         targets of `IGNORE_TARGET` (-100). Any other target outside the vocabulary makes the loss nan. Optional arrays
-        of the same shape: `weights`, the weight of each target, 0 for a prompt or padding; `segments`, if a row
+        of the same shape: `weights`, the weight of each target, 0 for a prompt or padding (MoE layers do not route the
+        padding, see `token_mask`); `segments`, if a row
         contains several sequences; `positions`, if they do not restart with each segment. The model receives the last
         two by these names.
       key: not used; the decoder draws no random numbers.
@@ -49,11 +51,12 @@ def next_token_loss(
         fix = "add both, int32 [batch, positions] each, or write a custom loss: (model, batch, key) -> (loss, metrics)"
         requested = "read `inputs` and `targets` from the batch"
         raise problem("next_token_loss", requested, f"the batch has {found or 'no arrays'}", fix, code="not-found")
-    logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
+    with masking(token_mask(batch), is_declared=not batch.keys().isdisjoint(("segments", "weights"))):
+        logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
         losses_of = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
         nats_BT, best_BT, log_z_BT = losses_of(logits, batch["targets"])
-        counts_BT = batch["targets"] != IGNORE_TARGET
+        counts_BT = _is_counted(batch["targets"])
         weights_BT = counts_BT.astype(jnp.int32)
         if "weights" in batch:
             weights_BT = weights_BT * batch["weights"]
@@ -69,6 +72,28 @@ def next_token_loss(
         if not z_loss:
             return MeanLoss(nats, weight), metrics
         return MeanLoss(nats + z_loss * total(jnp.square(log_z_BT)), weight), {**metrics, "nats": mean(nats_BT)}
+
+
+def token_mask(batch: Mapping[str, Array]) -> Bool[Array, "B T"]:
+    """Return False for padding: tokens that cannot affect the loss. For `moe.masking`, or the `mask` of a decoder.
+
+    With `segments`, padding is segment 0 in rows where its targets have no weight, as in `data.chat`. Without, it is
+    the tokens of a row after the last target with weight. A causal model does not use them for any other token.
+
+    Args:
+      batch: as for `next_token_loss`.
+    """
+    counts_BT = _is_counted(batch["targets"])
+    if "weights" in batch:
+        counts_BT = counts_BT & (batch["weights"] != 0)
+    if "segments" not in batch:
+        return jax.lax.cummax(counts_BT.astype(jnp.int32), axis=counts_BT.ndim - 1, reverse=True) > 0
+    is_zero_BT = batch["segments"] == 0
+    return ~is_zero_BT | jnp.any(counts_BT & is_zero_BT, axis=-1, keepdims=True)
+
+
+def _is_counted(targets_BT: Array) -> Array:
+    return targets_BT != IGNORE_TARGET
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Array) -> TokenLosses:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
 from meshpar.collectives.attention import capped
 from meshpar.layers.auxiliary import is_listening
 from meshpar.layers.scan import Aux, scan_layers, step_selects_residuals, with_aux
+from meshpar.layers.token_mask import current_mask
 from meshpar.models import context_attention as context
 from meshpar.models import layers
 from meshpar.models import overlapped_matmul as overlap
@@ -143,7 +144,7 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             h_BTE = x_BTE if self.mlp_norm is None else self.mlp_norm(x_BTE)
             if isinstance(self.mlp, MoE):
-                m_BTE, stats = self.mlp(layers.block_input(h_BTE), drops=cache is None)
+                m_BTE, stats = self.mlp(layers.block_input(h_BTE), mask=angles.mask_BT, drops=cache is None)
                 aux = stats.aux
             else:
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)
@@ -191,6 +192,7 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         segments: Int[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
         """Return next-token logits for each position.
@@ -201,6 +203,8 @@ class Transformer(nnx.Module):
             at 0 or after the cached positions.
           segments: segment ids of packed sequences. Tokens attend only within their segment, and positions must
             restart in each segment. Not supported with a cache.
+          mask: False for padding, which MoE layers do not route or count. `None`: the mask of `moe.masking`, which
+            `next_token_loss` sets. Without any mask, and with a cache, all tokens count.
           cache: keys and values of earlier positions, with free slots for the new ones.
 
         Returns:
@@ -211,9 +215,12 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             if cache is None:
                 tokens, positions, segments = context.prepare(tokens, positions, segments)
+                if self.cfg.moe is not None:
+                    mask = context.reordered(current_mask() if mask is None else mask)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
             x_BTE = x_BTE if self.cfg.embed_scale == 1 else self.cfg.embed_scale * x_BTE
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
+        angles = angles if self.cfg.moe is None or cache is not None else angles._replace(mask_BT=mask)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
             matrix, vocab_dim, cap = table_VE, 0, self.cfg.logits_cap

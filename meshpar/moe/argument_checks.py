@@ -35,6 +35,16 @@ def check_scores(where: str, scores: Any, experts: Any) -> None:
     check_cases(where, requested, "wrong-shape", (len(scores) != len(experts) or not len(scores), reason, fix))
 
 
+def check_mask(where: str, mask: Any, *shape: int) -> None:
+    """Check that a mask of tokens is None, or a boolean array of this shape."""
+    if mask is None:
+        return
+    reason = f"it must be a boolean array of shape {shape}, False for padding"
+    requested = f"use `mask` with shape {jnp.shape(mask)} and dtype {jnp.result_type(mask)}"
+    is_wrong = jnp.shape(mask) != shape or jnp.result_type(mask) != jnp.bool_
+    check_cases(where, requested, "wrong-shape", (is_wrong, reason, "pass one element per token, such as segments > 0"))
+
+
 def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
     """Check that tokens [T, d], their experts [T, k] and gate weights [T, k] have matching shapes."""
     check_array(where, "x", x, "T d")

@@ -23,20 +23,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from meshpar.collectives.wire import varying_alike
 from meshpar.layers.auxiliary import report
+from meshpar.layers.batch_slices import is_sliced, note_statistics
 from meshpar.layers.scan import Adapted, Ahead, Aux, is_staged
 from meshpar.moe import expert_reduction as reduction
-from meshpar.moe.argument_checks import check_array
+from meshpar.moe.argument_checks import check_array, check_mask
 from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
-from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.dispatch_combine import dispatch
 from meshpar.moe.dispatch_paths import Dispatched
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.layer_config import MoEConfig
-from meshpar.moe.routing import Routed, capacity, count, entropy, route
+from meshpar.moe.router_stats import RouterStats, RouterSums, StatsOf
+from meshpar.moe.routing import Routed, capacity, count, route
 from meshpar.moe.transport_choice import NODE_FIRST, TWO_LEVELS
 from meshpar.sharding.context import Ambient, ambient, param_spec, spec_of
 from meshpar.sharding.errors import check_cases
@@ -67,25 +68,6 @@ class Weights(NamedTuple):
         return self[1:4] if self.gate_bias is None else self[1:7]
 
 
-class RouterStats(NamedTuple):
-    """Router statistics of an MoE layer over all tokens of its input."""
-
-    loss: Float[Array, ""]
-    """Sum of the weighted auxiliary losses, to be added to the loss."""
-    load: Int32[Array, " E"]
-    """Assignments of each expert, including dropped ones."""
-    dropped: Int32[Array, ""]
-    """Assignments dropped over capacity."""
-    router_entropy: Float[Array, ""]
-    """Mean entropy of a token's scores, in nats."""
-
-    @property
-    def aux(self) -> Aux:
-        """Return the statistics in the form that `meshpar.scan_layers` stacks."""
-        metrics = {"load": self.load, "dropped": self.dropped, "router_entropy": self.router_entropy}
-        return Aux(self.loss, metrics)
-
-
 def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
     """Report the auxiliary losses and the metrics of all MoE layers to the training step.
 
@@ -94,6 +76,8 @@ def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
         moe/drop_rate       [layers]     fraction of assignments dropped over capacity
         moe/router_entropy  [layers]     in nats
         moe/aux_loss        []           added to the training loss, summed over layers
+
+    Tokens that `mask` excludes do not count.
 
     Loads are counted over the global micro-batch, and the step averages all metrics over micro-steps: with
     accumulate=n, `moe/load` is 1/n of the number of assignments in the step. With pipeline stages, loads are summed
@@ -140,6 +124,7 @@ def moe_layer(
     config: MoEConfig,
     *,
     bias: Float[Array, " E"] | None = None,
+    mask: Bool[Array, "B T"] | None = None,
     drops: bool = True,
 ) -> tuple[Float[Array, "B T d"], RouterStats]:
     """Route each token to its top-k experts and return the gate-weighted sum of their outputs.
@@ -164,6 +149,8 @@ def moe_layer(
       weights: global arrays, or local arrays inside such a `shard_map`.
       config: configuration of the layer.
       bias: balancing bias, added to the scores for the assignment only.
+      mask: False for padding. Padding has no expert and no slot in buffers, y is 0 there, and it does not count in the
+        router statistics. The capacity of an expert follows from all positions. None: all tokens count.
       drops: False to ignore the capacity of the routing and the bound of the config, as in decoding one token at a
         time. Then `chunks` need not divide the number of tokens.
 
@@ -172,8 +159,8 @@ def moe_layer(
       router statistics.
 
     Raises:
-      ValueError: x is not a floating-point array [B, T, d] with at least one token; the weights do not match the
-        config; tokens are sharded over some of the expert axes only.
+      ValueError: x is not a floating-point array [B, T, d] with at least one token; the weights or the mask do not
+        match x and the config; tokens are sharded over some of the expert axes only.
 
     Example:
       with mp.use_rules(mesh, mp.fsdp() | mp.expert_parallel()):
@@ -182,20 +169,33 @@ def moe_layer(
     context = ambient()
     is_single = context is None or context.mesh.size == 1
     _check_arguments(x, weights, config, bias, is_single=is_single)
+    check_mask("moe_layer", mask, *x.shape[:2])
+    limits = config.bound_factor, config.routing.capacity_factor, config.routing.choice == "expert" or None
+    case = (
+        drops and is_sliced() and limits != (None,) * 3,
+        "the number of tokens that an expert accepts depends on the slices",
+        "use interleave=1, or dropless experts: capacity_factor=None, bound_factor=None and choice='token'",
+    )
+    check_cases("moe_layer", "run on slices of the batch (train_step(interleave=...))", "unsupported-feature", case)
     axes = _LayerAxes() if context is None or is_single else _LayerAxes.of(context, x, weights, config)
     kernel = functools.partial(_per_device, config=config, axes=axes, drops=drops)
     with jax.named_scope("moe"):
         if not axes.manual:
-            return kernel(x, weights, bias)
+            return _with_stats(config, *kernel(x, weights, bias, mask))
         replicated = PartitionSpec()
         expert_specs = _map_weights(_weight_spec, weights.experts, axes.weights)
         weight_specs = Weights(replicated, *expert_specs)._replace(router_bias=replicated)  # type: ignore[arg-type]
-        in_specs = (axes.token_spec, weight_specs, replicated)
-        out_specs = (axes.output_spec, RouterStats(*[replicated] * 4))  # type: ignore[arg-type]
+        in_specs = (axes.token_spec, weight_specs, replicated, axes.token_spec)
+        out_specs = (axes.output_spec, replicated)
         saving = jax.checkpoint(kernel, policy=_is_saved, prevent_cse=False)
-        if outer_axes():
-            return _nested(saving, in_specs, out_specs)(x, weights, bias)
-        return per_device(saving, in_specs, out_specs)(x, weights, bias)
+        run = _nested if outer_axes() else per_device
+        return _with_stats(config, *run(saving, in_specs, out_specs)(x, weights, bias, mask))
+
+
+def _with_stats(config: MoEConfig, y: jax.Array, sums: RouterSums) -> tuple[jax.Array, RouterStats]:
+    if config.auxiliary_weight or config.z_weight:
+        note_statistics()
+    return y, StatsOf(config).stats(sums)
 
 
 def _weight_spec(weight: Any, axes: _WeightAxes) -> Any:
@@ -220,12 +220,12 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
     # The mesh of a compile-only cluster has no devices.
     on_cpu = isinstance(context.mesh, jax.sharding.Mesh) and context.mesh.devices.flat[0].platform == "cpu"
 
-    def nested(x: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
+    def nested(x: jax.Array, weights: Weights, *others: jax.Array | None) -> Any:
         def widened(array: jax.Array) -> jax.Array:
             return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
-        def local(tokens: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
-            return kernel(tokens.astype(x.dtype), weights, bias)
+        def local(tokens: jax.Array, weights: Weights, *others: jax.Array | None) -> Any:
+            return kernel(tokens.astype(x.dtype), weights, *others)
 
         run = per_device(local, in_specs, out_specs, check_vma=False)
         weights = weights._replace(router=widened(weights.router))
@@ -235,7 +235,7 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
             if isinstance(weight, Adapted):
                 a, b = jax.tree.map(widened, (weight.a, weight.b))
                 weights = weights._replace(**{name: dataclasses.replace(weight, a=a, b=b)})  # type: ignore[arg-type]
-        return run(widened(x) if on_cpu else x, weights, bias)
+        return run(widened(x) if on_cpu else x, weights, *others)
 
     return nested
 
@@ -427,13 +427,15 @@ def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, 
 
 
 def _per_device(
-    x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, axes: _LayerAxes, drops: bool
-) -> tuple[jax.Array, RouterStats]:
-    """[B, T, d] of this device, shards of the weights -> y of this device, statistics of all tokens.
+    x: jax.Array, weights: Weights, bias: jax.Array | None, mask: jax.Array | None, *, config: MoEConfig,
+    axes: _LayerAxes, drops: bool,
+) -> tuple[jax.Array, RouterSums]:  # fmt: skip
+    """[B, T, d] of this device, shards of the weights -> y of this device, sums over all tokens.
 
     The plain reference is `meshpar.moe.reference.moe`.
     """
     routing, tokens = config.routing, x.reshape(-1, x.shape[-1])
+    mask = None if mask is None else mask.reshape(-1)
     router, router_bias = weights.router, weights.router_bias
     if router.shape[1] != routing.num_experts:  # sharded like the experts
         router = lax.all_gather(router, axes.experts, axis=1, tiled=True)
@@ -444,7 +446,7 @@ def _per_device(
     with jax.named_scope("router"):
         logits = jnp.matmul(tokens.astype(dtype), router.astype(dtype), precision=lax.Precision.HIGHEST)
         logits = logits if router_bias is None else logits + router_bias.astype(dtype)
-        routed = route(logits, routing, bias=bias)
+        routed = route(logits, routing, bias=bias, mask=mask)
     if config.gates_inputs:
         tokens = tokens * routed.weights.astype(tokens.dtype)
         routed = routed._replace(weights=jnp.ones_like(routed.weights))
@@ -462,7 +464,10 @@ def _per_device(
         y = reduction.all_reduce(y.reshape(*x.shape[:2], -1), partial)
         for axis in axes.scattered:
             y = reduction.reduce_scatter(y, axis, 1)
-    return y, _router_stats(logits, routed, dispatched.dropped, config, axes)
+    dropped = dispatched.dropped
+    if axes.experts and not axes.dispatches:
+        dropped = lax.psum(dropped, axes.experts)
+    return y, RouterSums.of(logits, routed, dropped, config, mask, axes=axes.batch, count_axes=axes.count_axes)
 
 
 def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[jax.Array, Experts]:
@@ -552,22 +557,3 @@ def _compute_local(
         rows = expand(tokens, order)
         outputs = _swiglu(rows, sizes, experts=experts, activation=config.activation, typical_rows=typical_rows)
     return weighted_sum(outputs, weights, order), Dispatched(counts, counts, dropped)
-
-
-def _router_stats(
-    logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, axes: _LayerAxes
-) -> RouterStats:
-    """Return the statistics over all devices. Pipeline stages sum the counts over the axes in `outer` later."""
-    axis, scores = axes.batch or None, routed.scores
-    loss = jnp.zeros((), logits.dtype)
-    if config.auxiliary_weight:
-        loss += auxiliary_loss(scores, routed.experts, alpha=config.auxiliary_weight, axis=axis)
-    if config.z_weight:
-        loss += z_loss(logits, weight=config.z_weight, axis=axis)
-    mean_entropy = entropy(lax.stop_gradient(scores)).mean()
-    load = count(routed.experts, config.routing.num_experts)
-    if axes.experts and not axes.dispatches:
-        dropped = lax.psum(dropped, axes.experts)
-    if axes.count_axes:
-        load, dropped = lax.psum((load, dropped), axes.count_axes)
-    return RouterStats(loss, load, dropped, mean_entropy if axis is None else lax.pmean(mean_entropy, axis))

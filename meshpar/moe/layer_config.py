@@ -50,7 +50,8 @@ class MoEConfig:
     auxiliary_weight: float = 0.0
     """Weight of the auxiliary loss of a layer (`balance.auxiliary_loss`). The losses of all layers are added to the
     loss: with balanced experts, L MoE layers add L · auxiliary_weight. `router_aux_loss_coef` c of Transformers adds
-    c · top_k for all layers together, so c is auxiliary_weight · L / top_k."""
+    c · top_k for all layers together, so c is auxiliary_weight · L / top_k. With micro-steps or pipeline microbatches,
+    the losses are means over these parts, each computed from the tokens of a part."""
     z_weight: float = 0.0
     """Weight of the router z-loss of a layer (`balance.z_loss`)."""
     bias_rate: float = 0.0

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.collectives.kernel_checks import Axis, ranks_of
-from meshpar.moe.argument_checks import check_scores
+from meshpar.moe.argument_checks import check_mask, check_scores
 from meshpar.moe.routing import count, entropy, or_unassigned
 from meshpar.sharding.errors import check_cases, check_divides, check_positive_int
 
@@ -56,6 +56,7 @@ def measure(
     num_ranks: int = 1,
     kept: Bool[Array, "T k"] | None = None,
     axis: Axis | None = None,
+    mask: Bool[Array, " T"] | None = None,
 ) -> Loads:
     """Return the load of a layer over the tokens of all ranks of `axis`, without gradients.
 
@@ -65,11 +66,13 @@ def measure(
       num_ranks: size of the mesh axes that experts are sharded over, with E / num_ranks consecutive experts per rank.
       kept: True for assignments that were not dropped, from `routing.kept`. None means all.
       axis: mesh axes that shard tokens, inside a `shard_map`. E + 3 numbers are summed over them.
+      mask: False for padding, which does not count. None: all tokens count.
 
     Raises:
       ValueError: num_ranks does not divide E; the arrays describe different tokens, or none; the axis does not exist.
     """
     check_scores("measure", scores, experts)
+    check_mask("measure", mask, len(scores))
     check_positive_int("measure", "the number of ranks that own experts", num_ranks=num_ranks)
     if kept is not None:
         reason, fix = f"it must have a bool per assignment, {experts.shape}", "pass the result of `routing.kept`"
@@ -81,12 +84,13 @@ def measure(
     check_divides("measure", f"shard {num_experts} experts over {num_ranks} ranks", num_experts, num_ranks, fix)
     with jax.named_scope("measure_load"):
         scores = lax.stop_gradient(scores)
+        experts = experts if mask is None else jnp.where(mask[:, None], experts, num_experts)
         is_assigned = or_unassigned(experts, num_experts) < num_experts
         sums = {
             "tokens": count(experts, num_experts),
             "dropped": jnp.zeros((), jnp.int32) if kept is None else (is_assigned & ~kept).sum(dtype=jnp.int32),
-            "entropy": entropy(scores).sum(),
-            "routed": jnp.asarray(len(scores), scores.dtype),
+            "entropy": jnp.sum(entropy(scores), where=mask),
+            "routed": jnp.asarray(len(scores) if mask is None else mask.sum(), scores.dtype),
         }
         if axis is not None:
             ranks_of("measure", axis)
@@ -96,7 +100,7 @@ def measure(
             experts=_load(tokens, dtype),
             ranks=_load(tokens.reshape(num_ranks, -1).sum(-1), dtype),
             drop_rate=sums["dropped"].astype(dtype) / jnp.maximum(tokens.sum(), 1).astype(dtype),
-            router_entropy=sums["entropy"] / sums["routed"],
+            router_entropy=sums["entropy"] / jnp.maximum(sums["routed"], 1),
         )
 
 

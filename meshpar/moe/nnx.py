@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from meshpar.layers.precision import dot_general
+from meshpar.layers.token_mask import mask_for
 from meshpar.moe.balance import update_bias
 from meshpar.moe.grouped import ACTIVATIONS
-from meshpar.moe.layer import RouterStats, Weights, check_config, moe_layer
+from meshpar.moe.layer import Weights, check_config, moe_layer
 from meshpar.moe.layer_config import MoEConfig
+from meshpar.moe.router_stats import RouterStats
 from meshpar.sharding.context import ambient, constrain
 from meshpar.sharding.errors import check_cases, check_positive_int
 
@@ -105,11 +107,14 @@ class MoE(nnx.Module):
                 self.bias = BalancingBias(jnp.zeros(config.routing.num_experts, jnp.promote_types(dtype, jnp.float32)))
                 self.load = LoadCount(jnp.zeros(config.routing.num_experts, jnp.int32))
 
-    def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
+    def __call__(
+        self, x: Float[Array, "B T d"], *, mask: Bool[Array, "B T"] | None = None, drops: bool = True
+    ) -> tuple[Float[Array, "B T d"], RouterStats]:
         """Return the gate-weighted sum of the experts' outputs, and the router statistics.
 
         Args:
           x: tokens.
+          mask: False for padding, as in `moe_layer`. None: the mask of `moe.masking`, which `next_token_loss` sets.
           drops: False to ignore capacities, as in `moe_layer`.
 
         Returns:
@@ -119,7 +124,9 @@ class MoE(nnx.Module):
         config = self.config
         names = Weights._fields if config.has_biases else Weights._fields[:4]
         weights = Weights(*(self.weight(name) for name in names))
-        y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
+        mask = mask_for("MoE", x) if mask is None else mask
+        bias = self.bias[...] if config.is_biased else None
+        y, stats = moe_layer(x, weights, config, bias=bias, mask=mask, drops=drops)
         if config.shared_experts:
             gate, up, down = SHARED
             with jax.named_scope("shared_experts"):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from meshpar.moe.argument_checks import check_array
+from meshpar.moe.argument_checks import check_array, check_mask
 from meshpar.sharding.errors import (
     check_bool,
     check_cases,
@@ -113,14 +113,17 @@ class Routed(NamedTuple):
     """Result of a router. With choice="expert" k is E, and column e belongs to expert e."""
 
     experts: Int32[Array, "T k"]
-    """Experts of each token, in order of decreasing score. E means unassigned (choice="expert" only)."""
+    """Experts of each token, in order of decreasing score. E means unassigned (padding, and choice="expert")."""
     weights: Float[Array, "T k"]
     """Gate weights of these experts, 0 where unassigned."""
     scores: Float[Array, "T E"]
     """Scores of all experts, without the bias."""
 
 
-def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, " E"] | None = None) -> Routed:
+def route(
+    logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, " E"] | None = None,
+    mask: Bool[Array, " T"] | None = None,
+) -> Routed:  # fmt: skip
     """Return the experts of each token and their gate weights, computed in float32 or wider.
 
     Ties go to the expert with the lowest index (with choice="expert", to the earliest token). Weights and scores are
@@ -135,9 +138,12 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
       logits: router logits of the local tokens. Nothing is communicated: experts choose among these tokens.
       routing: the routing algorithm.
       bias: added to the scores for the assignment only, without a gradient. See `balance.update_bias`.
+      mask: False for padding, which is assigned to no expert. With choice="expert", each expert chooses n·top_k/E of
+        the n other tokens. None: all tokens count.
 
     Raises:
-      ValueError: logits are not floating-point numbers [T, E]; the bias is not [E], or is used with choice="expert".
+      ValueError: logits are not floating-point numbers [T, E], or the mask not booleans [T]; the bias is not [E], or is
+        used with choice="expert".
     """
     num_experts = routing.num_experts
     check_array("route", "logits", logits, "...")
@@ -145,6 +151,7 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
     fix = "merge batch and sequence into one dim of tokens, and check num_experts"
     is_wrong = logits.ndim != 2 or logits.shape[1] != num_experts
     check_cases("route", requested, "wrong-shape", (is_wrong, f"they must be [T, {num_experts}] for this routing", fix))
+    check_mask("route", mask, len(logits))
     if bias is not None:
         case = routing.choice == "expert", "each expert chooses the same number of tokens", "leave the bias out"
         check_cases("route", 'use a bias with choice="expert"', "conflict", case)
@@ -156,9 +163,7 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
         scores = _softmax(logits) if routing.score == "softmax" else jax.nn.sigmoid(logits)
         if routing.choice == "expert":
             # Column e has e and its score for the tokens that e chose, else E and 0.
-            _, chosen = lax.top_k(lax.stop_gradient(scores).T, capacity(len(scores), routing))
-            rows = jnp.arange(num_experts)[:, None]
-            is_chosen = jnp.zeros((num_experts, len(scores)), bool).at[rows, chosen].set(True).T
+            is_chosen = _experts_choose(scores, routing, mask)
             experts = jnp.where(is_chosen, jnp.arange(num_experts, dtype=jnp.int32), num_experts)
             gates = jnp.where(is_chosen, scores, 0.0)
         else:
@@ -169,6 +174,9 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
                 gates = jax.nn.softmax(jnp.take_along_axis(log_scores, experts, axis=-1))
             else:
                 gates = jnp.take_along_axis(scores, experts, axis=-1)
+            if mask is not None:
+                experts = jnp.where(mask[:, None], experts, num_experts)
+                gates = jnp.where(mask[:, None], gates, 0)
         return Routed(experts, gates * routing.scale, scores)
 
 
@@ -281,6 +289,21 @@ def _tokens_choose(logits: jax.Array, scores: jax.Array, routing: Routing, bias:
         allowed = jax.nn.one_hot(best, routing.groups, dtype=bool).any(1)
         ranked = jnp.where(allowed[..., None], in_groups, -jnp.inf).reshape(ranked.shape)
     return lax.top_k(ranked, routing.top_k)[1].astype(jnp.int32)
+
+
+def _experts_choose(scores: jax.Array, routing: Routing, mask: jax.Array | None) -> jax.Array:
+    """Return which experts chose which tokens, bool `[T, E]`. Experts do not choose masked tokens."""
+    num_experts, scores = routing.num_experts, lax.stop_gradient(scores).T
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1)
+    _, chosen = lax.top_k(scores, capacity(scores.shape[1], routing))
+    is_chosen = jnp.zeros(scores.shape, bool)
+    if mask is None:
+        return is_chosen.at[jnp.arange(num_experts)[:, None], chosen].set(True).T
+    num_tokens = mask.sum(dtype=jnp.int32)
+    num_chosen = jnp.minimum(num_tokens, -(-num_tokens * routing.top_k // num_experts))  # as `capacity`
+    within_capacity = jnp.arange(chosen.shape[1]) < num_chosen
+    return is_chosen.at[jnp.arange(num_experts)[:, None], chosen].set(within_capacity).T
 
 
 @jax.custom_jvp

@@ -42,6 +42,10 @@ class TraceContext:
     """Runs stacked layers: `meshpar.layers.scan.LayerRunner`."""
     updates: Any = None
     """Shardings of the arrays that the optimizer updates: `meshpar.optim.orthogonalized.Updating`."""
+    token_mask: Any = None
+    """Tokens of the batch that are not padding: `meshpar.layers.token_mask.TokenMask`."""
+    slices: Any = None
+    """Statistics of layers on slices of the batch: `meshpar.layers.batch_slices.SliceStatistics`."""
 
 
 # A user context is part of jax's trace cache key, so a jitted function is traced again under a different mesh.

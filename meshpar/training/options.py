@@ -53,8 +53,9 @@ class StepOptions:
     """Number of slices of the local batch. Layers compute the slices independently, so that messages of the first
     slice (tensor or expert parallelism) overlap with matmuls of the second.
 
-    Gradients are reduced once per slice. A pipeline slices its microbatches at no extra cost. Statistics over examples,
-    such as a router's, are per slice. Random numbers differ between slices only for typed keys in
+    Gradients are reduced once per slice. A pipeline slices its microbatches at no extra cost. Router statistics are
+    summed over the slices, and experts with a limited capacity are refused. Other statistics over examples are per
+    slice, unless layers return them as `Aux.sums`. Random numbers differ between slices only for typed keys in
     `scan_layers(extra=...)`."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """Reaction to a non-finite loss or gradient.

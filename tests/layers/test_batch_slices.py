@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ import pytest
 import meshpar as mp
 from meshpar.layers.batch_slices import join_batch, split_batch
 from meshpar.layers.precision import Precision, numerics
+from meshpar.layers.scan import Sums
 from meshpar.models import TransformerConfig
+from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.activations import constrain_module_outputs
 from tests.equal import VOCAB, mesh_of, model_of, train
@@ -68,6 +71,37 @@ def test_aux_is_combined_over_slices():
     full, sliced = (run(layer, x, count) for count in (1, 2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sliced, full)
     assert sliced[1].metrics["count"].dtype == full[1].metrics["count"].dtype
+
+
+def test_losses_of_sums_do_not_depend_on_slices():
+    """A product of two means, as a router's loss."""
+
+    def product(sums):
+        means = sums / 4
+        return mp.Aux(means[0] * means[1], {"first": means[0]})
+
+    def layer(x, params):
+        sums = jnp.stack([x.sum(), (x**2).sum()])
+        return x + params["w"], product(sums)._replace(sums=Sums(sums, product))
+
+    x = jnp.arange(4.0)[:, None]
+    full, sliced = (run(layer, x, count) for count in (1, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sliced, full)
+    assert full[1].loss == (6 / 4) * (14 / 4) + (10 / 4) * (30 / 4) + (14 / 4) * (54 / 4)
+
+
+def test_slices_refuse_routers_whose_sums_are_lost():
+    routing = Routing(num_experts=4, top_k=2)
+    x, weights = jnp.ones((4, 2, 2)), Weights(*(jnp.ones(shape) for shape in [(2, 4), (4, 2, 2), (4, 2, 2), (4, 2, 2)]))
+
+    def layer(changes, x, params):
+        y, stats = moe_layer(x, weights, MoEConfig(routing=routing, mlp_dim=2, auxiliary_weight=0.1, **changes))
+        return y, mp.Aux(stats.loss, {})
+
+    with raises("unsupported-feature", "interleave=2"):
+        run(functools.partial(layer, {}), x, 2)
+    with raises("unsupported-feature", "moe_layer"):
+        run(functools.partial(layer, {"bound_factor": 1.0}), x, 2)
 
 
 def test_typed_keys_differ_between_slices():

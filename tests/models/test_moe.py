@@ -107,6 +107,61 @@ def test_accumulated_steps_move_the_bias_once(framework, mode):
     np.testing.assert_array_equal(2 * found.metrics[-1]["moe/load"], expected.metrics[-1]["moe/load"])
 
 
+# ---- Padding ---------------------------------------------------------------------------------------------------------
+
+LENGTHS = (10, 0, 7, 3, 0, 9, 5, 2)
+"""Documents of 36 tokens together, one in each row of 16 positions. Two rows are padding."""
+
+
+def documents(padding: int | None) -> dict[str, np.ndarray]:
+    """Return padded rows, or for None the same documents in a single row without padding."""
+    rng, size = np.random.default_rng(0), (len(LENGTHS), 16)
+    is_token = np.arange(size[1]) < np.array(LENGTHS)[:, None]
+    tokens = rng.integers(0, VOCAB, (2, *size))
+    index = np.arange(1, len(LENGTHS) + 1)[:, None] * is_token
+    if padding is not None:
+        inputs, targets = np.where(is_token, tokens, padding)
+        return {"inputs": inputs, "targets": targets, "segments": (index > 0) * 1, "weights": is_token * 1}
+    inputs, targets = tokens[:, is_token]
+    return {"inputs": inputs[None], "targets": targets[None], "segments": index[is_token][None]}
+
+
+PADDED = {
+    "one": (ONE, {}),
+    "experts": ((mp.MeshSpec(fsdp=2, expert=2), mp.fsdp() | mp.expert_parallel()), {}),
+    "slices": ((mp.MeshSpec(expert=4), mp.expert_parallel()), {"interleave": 2}),
+    "all": (SHARDED, {}),
+    "context": ((mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel()), {}),
+    "stages": ((mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=1, schedule="gpipe")), {}),
+    "prefetch": ((mp.MeshSpec(fsdp=4), mp.fsdp(prefetch=1)), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "padding", "factor"),
+    cases(
+        ("slices", 0, None),
+        grid=[(case, padding, factor) for case in PADDED for padding in (0, 7) for factor in (None, 7.0)],
+    ),
+)
+def test_padding_does_not_change_loss_and_update(case, padding, factor):
+    """A row of the documents without padding is the reference, with plain arrays of 36 tokens."""
+    routing = Routing(num_experts=8, top_k=2, capacity_factor=factor if case != "slices" else None)
+    moe = MoEConfig(routing=routing, mlp_dim=8, **LOSSES, bias_rate=0.01)
+    cfg = mixtral_like(moe=moe, param_dtype="float64")
+    with jax.enable_x64(True):
+        model = model_of("nnx", cfg, ROWS, SEQ)
+        expected = train(model, [documents(None)], *ONE, tx=optax.sgd(1.0))
+        layout, options = PADDED[case]
+        found = train(model, [documents(padding)], *layout, start=expected.start, tx=optax.sgd(1.0), **options)
+    for name, x in expected.metrics[0].items():
+        if name != "moe/rank_load":
+            np.testing.assert_allclose(found.metrics[0][name], x, rtol=1e-9, err_msg=name)
+    assert found.metrics[0]["moe/load"].sum(1).tolist() == [72, 72]
+    assert_same(found.params, expected.params, atol=1e-9)
+    assert_same(found.extra, expected.extra, atol=0)
+
+
 # ---- What balancing keeps --------------------------------------------------------------------------------------------
 
 

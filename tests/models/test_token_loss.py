@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo.parser import parse
 from meshpar.models import next_token_loss
-from meshpar.models.token_loss import cross_entropy
+from meshpar.models.token_loss import IGNORE_TARGET, cross_entropy, token_mask
 from tests.equal import mean_loss
 
 by_optax = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
@@ -121,3 +121,16 @@ def test_devices_exchange_three_numbers_a_token(mesh8, logits_and_targets):
     (loss, _), gradient = compiled(jax.device_put(logits, by_vocab), jax.device_put(targets, by_row))
     np.testing.assert_allclose(loss, np.mean(by_optax(logits, targets)), rtol=1e-6)
     np.testing.assert_allclose(gradient, slope_by_hand(logits, targets) / 48, atol=1e-7)
+
+
+def test_token_mask():
+    """Padding is segment 0 without weight, or the end of a row without weight."""
+    targets, weights = np.full((3, 5), 4), np.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 2]])
+    is_counted = [[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    assert token_mask({"targets": targets, "weights": weights}).astype(int).tolist() == is_counted
+    ignored = np.where(weights, targets, IGNORE_TARGET)
+    assert token_mask({"targets": ignored}).astype(int).tolist() == is_counted
+    assert token_mask({"targets": targets}).all()
+    batch = {"targets": targets, "weights": weights, "segments": np.array([[1, 1, 2, 2, 0], [0] * 5, [0, 0, 1, 1, 1]])}
+    # Prompts have no weight either, so only segment 0 can be padding. In the last row it has a target with weight.
+    assert token_mask(batch).astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]

@@ -68,6 +68,22 @@ def test_z_loss():
     assert moe.z_loss(half).dtype == jnp.float32
 
 
+def test_padding_does_not_count():
+    logits, mask = 3 * rng.normal(size=(24, 16)), np.arange(24) % 3 > 0
+
+    @jax.jit
+    def losses(logits, mask=None):
+        routed = moe.route(logits, SIGMOID)
+        loss = moe.auxiliary_loss(routed.scores, routed.experts, mask=mask)
+        return loss, moe.z_loss(logits, mask=mask), moe.measure(routed.experts, routed.scores, mask=mask)
+
+    expected = losses(logits[mask])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), losses(logits, mask), expected)
+    none = losses(logits, np.zeros(24, bool))
+    assert [float(x) for x in none[:2]] == [0, 0]
+    assert none[2].router_entropy == 0
+
+
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
 def test_update_bias(dtype):
     loads = jnp.array([[10, 20, 30, 20], [7, 7, 7, 7]], dtype)

@@ -85,9 +85,11 @@ def swiglu(params, x):
     return (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)) @ down + down_bias
 
 
-def dense_loss(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
-    """Return the loss and the routing of the dense reference, with the auxiliary losses."""
+def dense_loss(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1, mask=None):
+    """Return the loss and the routing of the dense reference, with the auxiliary losses, for the tokens in the mask."""
     flat = x.reshape(-1, WIDTH)
+    if mask is not None:
+        flat, x, cotangent = flat[mask.reshape(-1)], x[mask], cotangent[mask]
     logits = flat @ weights.router + (0.0 if weights.router_bias is None else weights.router_bias)
     routed = moe.route(logits, cfg.routing, bias=bias)
     room = moe.capacity(len(flat) // token_ranks, cfg.routing) if cfg.routing.capacity_factor else None
@@ -102,8 +104,8 @@ def dense_loss(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
     return (y.reshape(x.shape) * cotangent).sum() + losses, routed
 
 
-def loss_of(cfg: MoEConfig, x, weights, bias, cotangent):
-    y, stats = moe_layer(x, weights, cfg, bias=bias)
+def loss_of(cfg: MoEConfig, x, weights, bias, cotangent, mask=None):
+    y, stats = moe_layer(x, weights, cfg, bias=bias, mask=mask)
     return (y * cotangent).sum() + stats.loss, stats
 
 
@@ -111,13 +113,13 @@ def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
     return mp.MeshSpec(**axes).build(jax.devices()[: math.prod(axes.values())])
 
 
-def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent):
+def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent, mask=None):
     """Return ((loss, stats), gradients of x and of the weights), compiled under rules."""
     mesh = mesh_of(axes)
 
     def run(x, weights):
         with mp.use_rules(mesh, strategy):
-            return loss_of(cfg, x, weights, bias, cotangent)
+            return loss_of(cfg, x, weights, bias, cotangent, mask)
 
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
 
@@ -133,11 +135,12 @@ def check(actual, expected, routed, *, atol=1e-12):
 
 
 @functools.cache
-def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False):
+def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False, padded: bool = False):
     x, weights, bias, cotangent = arrays_of(cfg)
+    bias, options = bias if biased else None, {"token_ranks": token_ranks, "mask": MASK if padded else None}
 
     def run(x, weights):
-        return dense_loss(cfg, x, weights, bias if biased else None, cotangent, token_ranks=token_ranks)
+        return dense_loss(cfg, x, weights, bias, cotangent, **options)
 
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
 
@@ -189,6 +192,36 @@ def test_biases_and_gated_inputs_match_reference(kind, case):
         token_ranks = math.prod(sharded.values()) if has_capacity and case != "replicated tokens" else 1
         expected = reference(cfg, token_ranks)
         check(on_mesh(cfg, axes, strategy, x, weights, None, cotangent), expected, expected[0][1])
+
+
+MASK = np.random.default_rng(8).random((ROWS, SEQ)) < 0.6
+"""True for 20 of 32 tokens."""
+PADDED = {
+    **CASES, "single": ({"expert": 1}, EXPERT),
+    "replicated tokens": ({"expert": 4, "tensor": 2}, EXPERT | mp.tensor_parallel() | mp.Rules(batch=None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    cases(
+        ("fsdp x expert x tensor", {}),
+        ("context parallel", {"routing": {"capacity_factor": 7.0}}),
+        grid=[
+            (case, changes) for case in PADDED for changes in ({}, {"chunks": 2}, {"routing": {"capacity_factor": 7.0}})
+        ],
+    ),
+)
+def test_padding_is_not_routed(case, changes):
+    """Loss, statistics and gradients are those of the other tokens, and no slot of a buffer is taken."""
+    with jax.enable_x64(True):
+        x, weights, _, cotangent = arrays()
+        cfg = config(**changes)
+        expected = reference(config(), padded=True)
+        actual = on_mesh(cfg, *PADDED[case], x, weights, None, cotangent, MASK)
+        check(actual, expected, expected[0][1])
+        assert actual[0][1].dropped == 0
+        assert not actual[1][0][~MASK].any()
 
 
 PAIR = mp.expert_parallel(axis=("data", "expert"))

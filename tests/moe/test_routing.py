@@ -249,6 +249,24 @@ def test_expert_choice_in_a_causal_model_needs_force():
     assert (before != after).any()
 
 
+# ---- Padding ---------------------------------------------------------------------------------------------------------
+
+CHOSEN_BY_EXPERTS = Routing(num_experts=8, top_k=3, normalize=False, choice="expert", causal=False)
+
+
+@pytest.mark.parametrize("routing", [DEEPSEEK, SWITCH, CHOSEN_BY_EXPERTS], ids=["groups", "top 1", "by experts"])
+def test_padding_has_no_expert_and_no_influence(routing):
+    """The other tokens have the experts and gate weights that they have without the padding."""
+    logits, mask = logits_of(37, routing), np.random.default_rng(1).random(37) < 0.6
+    logits[~mask] += 50  # experts would choose the padding first
+    routed, alone = compiled(logits, routing=routing, mask=mask), compiled(logits[mask], routing=routing)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[mask], routed), alone)
+    assert (routed.experts[~mask] == routing.num_experts).all()
+    assert not routed.weights[~mask].any()
+    everywhere = compiled(logits, routing=routing, mask=np.zeros(37, bool))
+    assert moe.count(everywhere.experts, routing.num_experts).sum() == 0
+
+
 # ---- Capacity --------------------------------------------------------------------------------------------------------
 
 
