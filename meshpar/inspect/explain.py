@@ -25,7 +25,7 @@ from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, merge_stages
 from meshpar.inspect.memory import memory, remedies
-from meshpar.inspect.model_flops import model_flops, traced_alone
+from meshpar.inspect.model_flops import forward_of, model_flops
 from meshpar.inspect.param_usage import uses
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
@@ -274,7 +274,7 @@ def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamU
     decisions = state.setup.table.params
     if not state.setup.has_free_activations:
         return {}
-    param_uses = uses(traced_alone(step, state, batch), len(decisions))
+    param_uses = uses(forward_of(step, state, batch), len(decisions))
     return {decision.path: use for decision, use in zip(decisions, param_uses, strict=True)}
 
 

@@ -15,20 +15,17 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh
 
 from meshpar.collectives import flash
 from meshpar.collectives.attention import window_shares
 from meshpar.inspect.timeline.program_work import causal_share
 from meshpar.inspect.traced_collectives import num_trips
 from meshpar.layers.losses import scalar
-from meshpar.layers.precision import cast_floating, numerics
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.parallel.batch import StepBatch, as_given
-from meshpar.sharding.constraints import with_auto_types
-from meshpar.sharding.context import tracing
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.types import PyTree
+from meshpar.training.independence import traced_alone
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
 
@@ -51,7 +48,7 @@ class ModelFlops:
 def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops:
     """Return the model FLOPs of a training step."""
     notes: dict[str, None] = {}
-    forward = step.options.accumulate * matmul_flops(traced_alone(step, state, batch), notes)
+    forward = step.options.accumulate * matmul_flops(forward_of(step, state, batch), notes)
     return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
 
 
@@ -202,26 +199,10 @@ _RULES = ("custom_vjp_call", "remat_opt")
 _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_callback", "io_callback"})
 
 
-def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxpr:
-    """Return the forward pass of a micro-step, traced for a single device.
-
-    Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On a single device they
-    compute all of it.
-    """
-    setup, options = state.setup, step.options
-    mesh = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
-
-    def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
-        with tracing(mesh, setup.strategy), numerics(options.precision, None):
-            model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-            return scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
-
+def forward_of(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxpr:
+    """Return the forward pass of a micro-step, traced for a single device. `batch` is the global batch."""
+    setup, count = state.setup, step.options.accumulate
     batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
-    micro = dataclasses.replace(
-        batch,
-        rows=jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch.rows
-        ),
-    )
-    params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
-    return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch.rows)
+    micro = as_given(dataclasses.replace(batch, rows=rows))
+    return traced_alone(step.loss_fn, step.options, state, micro, scalar).jaxpr

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend import core
 from jax.interpreters import partial_eval
 
 from meshpar.layers.auxiliary import is_counted
@@ -25,7 +25,9 @@ from meshpar.sharding.types import PyTree, problem
 
 LOSS_WEIGHT = "loss_weight"
 """Name of the metric with the total weight of a `MeanLoss`."""
-MEAN_OVER_EXAMPLES = "mean_over_examples"
+MEAN_OVER_EXAMPLES, SUM_OVER_EXAMPLES, SUM_OVER_PARTS = "mean_over_examples", "sum_over_examples", "sum_over_parts"
+LossIs: TypeAlias = Literal["mean_over_examples", "sum_over_examples", "sum_over_parts"]
+"""Values of the option `loss_is` of a step."""
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +128,7 @@ class LossTerms:
         else:
             value = at_least_float32(loss)
             loss = EqualMean(value, None) if loss_is == MEAN_OVER_EXAMPLES else ScalarLoss(value)
+            loss = SumLoss(value) if loss_is in (SUM_OVER_EXAMPLES, SUM_OVER_PARTS) else loss
         if LOSS_WEIGHT in metrics and isinstance(loss, MeanLoss | EqualMean):
             reason, fix = "MeanLoss adds a metric of that name", "rename the metric"
             raise problem(f"metric `{LOSS_WEIGHT}`", "return it from the loss function", reason, fix, "conflict")
@@ -267,7 +270,7 @@ def normalizer_of(
     return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)
 
 
-def _first_output(closed: ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[bool]]:
+def _first_output(closed: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[bool]]:
     """Return a function that computes the first output of a traced program, and a flag for each input that it reads.
 
     The caller may pass None for other inputs. `dce_jaxpr` handles calls and loops, but keeps equations with effects,
@@ -280,12 +283,12 @@ def _first_output(closed: ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[b
         if needed.intersection(eqn.outvars):
             eqns.append(eqn)
             needed |= _variables(eqn.invars)
-    run = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=eqns[::-1], effects=frozenset()), closed.consts))
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.replace(eqns=eqns[::-1], effects=frozenset()), closed.consts))
     return lambda *args: run(*args)[0], [v in needed for v in jaxpr.invars]
 
 
 def _variables(atoms: Sequence[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
+    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 
 @jax.tree_util.register_dataclass

@@ -21,14 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.layers.losses import MEAN_OVER_EXAMPLES
+from meshpar.layers.losses import MEAN_OVER_EXAMPLES, LossIs
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.parallel import Strategy, ddp, parse_strategy
@@ -164,7 +164,7 @@ def verify(
     case: str | Case | None = None,
     first: Sequence[Case] = (),
     dtype: str = "float64",
-    loss_is: Literal["mean_over_examples"] | None = None,
+    loss_is: LossIs | None = None,
     devices: Sequence[jax.Device] | None = None,
     tell: Callable[[Outcome], None] | None = None,
 ) -> Verified:
@@ -185,7 +185,7 @@ def verify(
       case: the only layout to run, or its name.
       first: layouts to run before the random layouts.
       dtype: dtype of the parameters and of floating-point data, "float64" or "float32"; see `TOLERANCE`.
-      loss_is: the meaning of a scalar loss, as for `train_step`. Without it, a scalar loss is compared only for
+      loss_is: the meaning of the loss, as for `train_step`. Without it, a scalar loss is compared only for
         layouts in which XLA computes the loss of the global batch.
       devices: the devices to use; by default the first eight.
       tell: a function called with each outcome.

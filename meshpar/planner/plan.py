@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import optax
@@ -25,6 +25,7 @@ from meshpar.hardware.compile_options import Options
 from meshpar.inspect.explain import explain
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.target import traced_for
+from meshpar.layers.losses import LossIs
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.models.token_loss import next_token_loss
 from meshpar.moe.argument_checks import check_bound
@@ -265,7 +266,7 @@ def plan(
     cluster: str | Cluster,
     *,
     top: int = 5, verify: int = 0, loss: Callable[..., Any] = next_token_loss,
-    loss_is: Literal["mean_over_examples"] | None = None,
+    loss_is: LossIs | None = None,
     tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
@@ -283,7 +284,8 @@ def plan(
       top: number of plans.
       verify: number of the fastest plans, at most `top`, to compile for the cluster. Requires the `aot` extra.
       loss: (model, batch, key) -> (loss, metrics).
-      loss_is: as in `train_step`. Without it, plans for a scalar loss have no micro-steps and no stages.
+      loss_is: as in `train_step`. Without it, plans for a scalar loss, and for a loss that combines examples, have
+        no micro-steps and no stages.
       tx: the optimizer; AdamW by default.
       precision: precision of the step; by default bfloat16 compute with float32 parameters.
       bound_factor, nodes_visited, row_bytes: properties of MoE layers as in `MoEConfig`, for models without a config.

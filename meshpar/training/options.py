@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from meshpar.hardware.compile_options import Options, check_kind
-from meshpar.layers.losses import MEAN_OVER_EXAMPLES
+from meshpar.layers.losses import LossIs
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.remat import check_remat
 from meshpar.sharding.types import check_choice, check_positive_int, problem
@@ -62,11 +62,16 @@ class StepOptions:
 
     "skip" omits the update and counts it in `state.skipped`. "raise" does the same, and raises an error when the metric
     is known: in `fit`, in the third call after it, or in `mp.check_finite(metrics)`. "ignore" does not check."""
-    loss_is: Literal["mean_over_examples"] | None = None
-    """"mean_over_examples" states that a scalar loss is a mean over equally weighted examples.
+    loss_is: LossIs | None = None
+    """Meaning of the loss, for micro-steps, pipelines, quantized gradients and `reduce_gradients="once"`, which
+    evaluate it on parts of the batch.
 
-    Without it, micro-steps, pipelines, quantized gradients and `reduce_gradients="once"` refuse a scalar, because the
-    mean of the means of unequal parts is not the mean of the batch."""
+    - None: the traced loss function is examined. A loss that combines examples, such as a contrastive loss or a batch
+      norm, is refused, and so is a scalar, because the mean of the means of unequal parts is not the mean of the batch.
+    - "mean_over_examples": a scalar loss is a mean over equally weighted examples.
+    - "sum_over_examples": the loss is a sum over independent examples, although the analysis cannot decide it.
+    - "sum_over_parts": as "sum_over_examples", also for a loss that combines examples. Each part computes its own
+      value, for example its own batch statistics, and the result depends on the number of parts."""
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
     """Compile options, as names of XLA flags without dashes. They override the defaults for GPUs and the options of the
     strategy."""
@@ -80,7 +85,7 @@ class StepOptions:
         )
         reactions = ("raise", "skip", "ignore")
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)
-        check_choice("train_step", "the meaning of a scalar loss", (None, MEAN_OVER_EXAMPLES), loss_is=self.loss_is)
+        check_choice("train_step", "the meaning of the loss", (None, *get_args(LossIs)), loss_is=self.loss_is)
         precision = as_precision(self.precision, "train_step")
         object.__setattr__(self, "precision", precision)
         check_not_float16("train_step", precision.compute or precision.params)

@@ -63,6 +63,7 @@ from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.earlier_steps import LOST_UPDATES, EarlierSteps
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_setup, engine_of_setup
+from meshpar.training.independence import check_parts
 from meshpar.training.options import StepOptions, check_not_float16
 from meshpar.training.state import Setup, TrainState, check_state
 
@@ -88,6 +89,9 @@ class _Program(abc.ABC):
     def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         """Return the jitted function. Each trace of the loss function appends its `Boundaries` to `traced`."""
 
+    def _check_loss(self, state: TrainState, batch: StepBatch) -> None:  # noqa: B027 - nothing to check by default
+        """Check that the loss function may be evaluated as the step does."""
+
     def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatch]:
         """Return the jitted function, and the batch in the form that it expects."""
         check_state("step(state, batch)", state)
@@ -97,6 +101,7 @@ class _Program(abc.ABC):
             check_options(self._xla)
             traced: list[Boundaries] = []
             program = self._jit(setup, traced)
+            self._check_loss(state, batch)
             if not setup.has_free_activations and self._may_constrain_outputs(setup):
                 program.trace(state, batch)  # jit reuses this trace for the call
                 if not any(boundaries.num_constrained for boundaries in traced):
@@ -143,6 +148,14 @@ class TrainStep(_Program):
     def loss_of(self, setup: Setup, traced: list[Boundaries] | None = None) -> Loss:
         """Return the loss as a function of parameters, including the losses that the model reports."""
         return loss_of(self.loss_fn, setup, traced, loss_is=self.options.loss_is)
+
+    def _check_loss(self, state: TrainState, batch: StepBatch) -> None:
+        options, setup, divided = self.options, state.setup, None
+        if self._engine(setup).divides_batch:
+            divided = f"{setup.strategy.label} with accumulate={options.accumulate}"
+        elif options.accumulate > 1:
+            divided = f"train_step(accumulate={options.accumulate})"
+        check_parts(self.loss_fn, options, state, batch, divided)
 
     def _numerics(self) -> contextlib.AbstractContextManager[Numerics]:
         return numerics(self.options.precision, self.options.remat, self.options.interleave)

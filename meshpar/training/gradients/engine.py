@@ -78,6 +78,8 @@ class GradientEngine:
     supports: frozenset[Feature]
     uses_local_batch: bool = False
     """True if the loss function is traced per device, inside a `shard_map` over the batch axes."""
+    divides_batch: bool = False
+    """True if the loss function receives parts of the batch also without micro-steps."""
     compile_options: Callable[[Setup, StepOptions], Options] = lambda setup, options: {}
     """Returns the XLA options that the engine needs."""
 

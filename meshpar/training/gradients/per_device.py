@@ -272,7 +272,12 @@ def _reduce_all_but_gradients(sums: MicrobatchTotals, axes: tuple[str, ...]) -> 
     return sums.replace(loss=loss, metrics=metrics, extra=jax.tree.map(reduce_extra, sums.extra))
 
 
-ACROSS_GROUPS = GradientEngine(gradients_of_groups, supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}))
+ACROSS_GROUPS = GradientEngine(
+    gradients_of_groups, supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}), divides_batch=True
+)
 ENGINE = GradientEngine(
-    gradients, supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}), uses_local_batch=True
+    gradients,
+    supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}),
+    uses_local_batch=True,
+    divides_batch=True,
 )

@@ -510,4 +510,4 @@ def _activation_axes(setup: Setup) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axes))
 
 
-ENGINE = GradientEngine(gradients, supports=frozenset(), compile_options=compile_options)
+ENGINE = GradientEngine(gradients, supports=frozenset(), divides_batch=True, compile_options=compile_options)

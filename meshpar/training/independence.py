@@ -1,0 +1,127 @@
+"""Check that an engine may divide the batch: the loss is a sum over independent examples.
+
+The loss function is traced once more, on a single device, and `meshpar.layers.example_flow` follows the examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import AbstractMesh
+
+from meshpar.layers.example_flow import LAYERS, Combined, Examination, examine, per_example, varying
+from meshpar.layers.losses import SUM_OVER_PARTS, LossTerms, MeanLoss, SumLoss
+from meshpar.layers.precision import cast_floating, numerics
+from meshpar.layers.scan import LayerRunner
+from meshpar.parallel.batch import as_given, shape_of
+from meshpar.sharding.constraints import with_auto_types
+from meshpar.sharding.context import tracing, within
+from meshpar.sharding.rules import replicated
+from meshpar.sharding.types import PyTree, path_str, problem
+from meshpar.training.options import StepOptions
+from meshpar.training.state import TrainState
+
+LossFn = Callable[[Any, PyTree, jax.Array], tuple[Any, dict[str, Any]]]
+
+
+def traced_alone(
+    loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, read: Callable[[Any], PyTree]
+) -> core.ClosedJaxpr:
+    """Return the forward pass on a batch of shapes, traced for a single device. `read` selects parts of the loss.
+
+    Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On a single device they
+    compute all of it.
+    """
+    setup = state.setup
+    mesh = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
+
+    def loss(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> PyTree:
+        with tracing(mesh, setup.strategy), numerics(options.precision, None):
+            model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
+            return read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
+
+    params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
+    return jax.make_jaxpr(loss)(params, extra, batch, key)
+
+
+class _MarkedLayers(LayerRunner):
+    def run(self, at: str, layer: Any, x: Any, inputs: Any) -> Any:
+        with jax.named_scope(LAYERS):
+            return super().run(at, layer, x, inputs)
+
+
+def examined(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree) -> Examination:
+    """Examine the loss of a step. `batch` is the batch of a step, or its shapes."""
+    batch = as_given(jax.tree.map(shape_of, batch))
+    # Scales of 8-bit matmuls are statistics of all examples, whose effect is a rounding.
+    options = dataclasses.replace(options, precision=dataclasses.replace(options.precision, matmul=None))
+    with within(runner=_MarkedLayers()):
+        jaxpr = traced_alone(loss_fn, options, state, batch, lambda loss: arrays_of(LossTerms.of(loss, {})))
+    rules = state.setup.strategy.activations
+    return examined_trace(jaxpr, (state.params, state.extra), batch, lambda path: rules.input_rule(path) is replicated)
+
+
+def examined_trace(
+    jaxpr: core.ClosedJaxpr, before: PyTree, batch: PyTree, is_replicated: Callable[[str], bool] = lambda path: False
+) -> Examination:
+    """Examine a traced loss with the outputs of `arrays_of`.
+
+    Args:
+      jaxpr: a function of the arrays in `before`, the batch, and other arrays.
+      before, batch: arguments of the function, or their shapes.
+      is_replicated: whether a leaf of the batch has no batch dim, by its path.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    sizes = {x.shape[0]: number for number, x in enumerate(x for _, x in leaves if x.shape)}
+    values = [
+        per_example(x.shape, sizes[x.shape[0]]) if x.shape and not is_replicated(path_str(path)) else varying(x.shape)
+        for path, x in leaves
+    ]
+    start = len(jax.tree.leaves(before))
+    inputs = [varying(x.aval.shape) for x in jaxpr.jaxpr.invars]
+    inputs[start : start + len(values)] = values
+    return examine(jaxpr, inputs)
+
+
+def arrays_of(terms: LossTerms) -> tuple[jax.Array, ...]:
+    """Return the total of a loss and, if it is an array, its weight."""
+    loss = terms.loss
+    if isinstance(loss, MeanLoss):
+        return loss.total, loss.weight  # type: ignore[return-value]
+    return (loss.total if isinstance(loss, SumLoss) else loss.value,)
+
+
+def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str | None) -> None:
+    """Check that the loss, or each layer with `interleave`, may be evaluated on parts of the batch.
+
+    Args:
+      loss_fn, options, state: the step and its state.
+      batch: the batch of a step.
+      divided: what divides the batch, or None if only `interleave` does.
+    """
+    if options.loss_is == SUM_OVER_PARTS or (divided is None and options.interleave == 1):
+        return
+    result = examined(loss_fn, options, state, batch)
+    combined = result.combined
+    if divided is None:
+        divided = f"train_step(interleave={options.interleave})"
+        combined = min(result.in_layers, key=lambda x: x.kind, default=None)
+    if combined is None or (combined.kind == "undecided" and options.loss_is is not None):
+        return
+    raise _refusal(combined, divided)
+
+
+def _refusal(combined: Combined, divided: str) -> Exception:
+    where, requested = f"{combined.where}, under {divided}", "evaluate the loss on parts of the batch"
+    parts = 'accept that each part computes its own value with train_step(..., loss_is="sum_over_parts")'
+    if combined.kind == "dependent":
+        reason = f"the loss combines examples: {combined.why}"
+        fix = f"use ddp() or fsdp() with accumulate=1, which evaluate it on the global batch, or {parts}"
+        return problem(where, requested, reason, fix, "dependent-examples")
+    reason = f"the loss may not be a sum over independent examples: {combined.why}"
+    fix = f'if it is such a sum, write train_step(..., loss_is="sum_over_examples"); or {parts}'
+    return problem(where, requested, reason, fix, "undecided-examples")
