@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
-from meshpar.inspect import all_pairs as pairs
+from meshpar.inspect import example_collectives
 from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import expected_by_stage, expected_collectives, scopes_above, step_spec_of
 from meshpar.inspect.function import explain_function
@@ -25,7 +25,7 @@ from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, merge_stages
 from meshpar.inspect.memory import memory, remedies
-from meshpar.inspect.model_flops import forward_of, model_flops
+from meshpar.inspect.model_flops import forward_of, micro_batch, model_flops
 from meshpar.inspect.param_usage import uses
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
@@ -37,6 +37,7 @@ from meshpar.inspect.target import mesh_on, require_aot, traced_for
 from meshpar.inspect.timeline.simulator import timeline
 from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
 from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab_chunks
+from meshpar.layers.example_flow import Examination
 from meshpar.layers.precision import cast_back_fix, wide_work
 from meshpar.models import embedding_lookup as lookup
 from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
@@ -45,7 +46,8 @@ from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.sharding.context import apart
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
-from meshpar.training.gradients.selection import deferred_axes_of
+from meshpar.training.gradients.selection import deferred_axes_of, engine_of_setup
+from meshpar.training.independence import examined
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -176,8 +178,9 @@ def _explain(
     flops = model_flops(step, state, batch)
     param_uses = _uses(step, state, batch)
     match = check_collectives(
-        setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses
-    )
+        setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses,
+        examination=_examination(step, state, batch),
+    )  # fmt: skip
     findings = [*lint(program, collectives, setup, step.options, cluster, times), *_other_dtypes(match, step.options)]
     wide = wide_work(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if wide is not None:
@@ -225,6 +228,7 @@ def check_collectives(
     *,
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
+    examination: Examination | None = None,
 ) -> MatchResult:
     """Compare a program's collectives with the strategy's expected collectives and the traced kernel messages.
 
@@ -237,6 +241,7 @@ def check_collectives(
       parts: the stage partition of a pipelined step.
       on_cpu: whether XLA:CPU compiled it.
       uses: uses of parameters by path.
+      examination: the examined loss function, on the global batch of a micro-step. None if it only sees local batches.
     """
     sizes = axis_sizes(setup.mesh)
     limits: dict[str, Any] = {
@@ -251,10 +256,10 @@ def check_collectives(
         expected = expected_collectives(
             setup, options, batch, on_cpu=on_cpu, exchanges_rows=uses_lookup, vocab_chunks=chunks, uses=uses
         )
-        if jaxpr is not None:
+        if examination is not None:
             step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
             rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
-            expected += tuple(pairs.expected(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
+            expected += tuple(example_collectives.expected(examination, rows, step_spec))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
         limits["unannotated_axes"] = step_spec_of(setup, options, batch, uses=uses).unannotated_axes
         limits["scopes_above"] = scopes_above(setup)
@@ -267,6 +272,13 @@ def check_collectives(
             for stage, expected in by_stages
         ]
     )
+
+
+def _examination(step: TrainStep, state: TrainState, batch: PyTree) -> Examination | None:
+    """Examine the loss of a step, if XLA partitions it on the global batch of a micro-step."""
+    if engine_of_setup(state.setup, step.options).divides_batch:
+        return None
+    return examined(step.loss_fn, step.options, state, micro_batch(step, state, batch))
 
 
 def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:

@@ -201,8 +201,12 @@ _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_call
 
 def forward_of(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxpr:
     """Return the forward pass of a micro-step, traced for a single device. `batch` is the global batch."""
+    return traced_alone(step.loss_fn, step.options, state, micro_batch(step, state, batch), scalar).jaxpr
+
+
+def micro_batch(step: TrainStep, state: TrainState, batch: PyTree) -> PyTree:
+    """Return the shapes of the global batch of a micro-step."""
     setup, count = state.setup, step.options.accumulate
     batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch.rows)
-    micro = as_given(dataclasses.replace(batch, rows=rows))
-    return traced_alone(step.loss_fn, step.options, state, micro, scalar).jaxpr
+    return as_given(dataclasses.replace(batch, rows=rows))

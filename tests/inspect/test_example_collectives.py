@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import meshpar as mp
-from meshpar.inspect import all_pairs as pairs
+from meshpar.inspect import example_collectives
 from meshpar.inspect.expected import step_spec_of
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.training.independence import examined
 
 ROWS, WIDTH = 128, 48
 
@@ -49,7 +51,7 @@ def abstract(strategy, *, model=None, on_devices=True, **axes):
 def test_explain_contrastive_loss_has_no_unexpected_collectives():
     report = mp.explain(mp.train_step(clip_loss), abstract(mp.ddp(), data=8), BATCH)
     assert report.is_as_expected
-    found = {line.kind: line.actual_count for line in report.matching.matched if line.role == pairs.ROLE}
+    found = {line.kind: line.actual_count for line in report.matching.matched if line.role == example_collectives.ROLE}
     assert found["all-gather"] == 1
 
 
@@ -75,7 +77,7 @@ def test_explain_reports_other_gathers_of_a_contrastive_model():
     assert [one.kind for one in report.matching.unexpected] == ["all-gather"]
 
 
-def test_attention_of_a_square_batch_compares_no_examples():
+def test_attention_of_a_square_batch_combines_no_examples():
     """As many tokens as examples: the scores of attention have the sizes of a product of pairs."""
     config = TransformerConfig(
         vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
@@ -83,5 +85,46 @@ def test_attention_of_a_square_batch_compares_no_examples():
     state = abstract(mp.ddp(), model=config.build(), data=8)
     batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
     step = mp.train_step(next_token_loss)
-    step_spec = step_spec_of(state.setup, step.options, batch)
-    assert not list(pairs.expected(step.trace(state, batch).jaxpr, 2, 16, step_spec))
+    examination = examined(step.loss_fn, step.options, state, batch)
+    assert examination.combined is None
+    assert not list(example_collectives.expected(examination, 16, step_spec_of(state.setup, step.options, batch)))
+
+
+class Normalized(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm, self.down = (
+            nnx.Linear(16, 24, rngs=rngs),
+            nnx.BatchNorm(24, rngs=rngs),
+            nnx.Linear(24, 3, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+def two_towers(model, batch, key):
+    images, texts = model(batch["images"], batch["texts"])
+    scores = images @ texts.T
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(scores)))
+    return mp.MeanLoss(losses.sum(), losses.size), {}
+
+
+def of_batch_norm(model, batch, key):
+    return mp.MeanLoss((model(batch["images"]) ** 2).sum(), len(batch["images"])), {}
+
+
+def of_correlation(model, batch, key):
+    """Redundancy reduction of Zbontar et al. 2021, Barlow Twins, section 2.1."""
+    left, right = (x - x.mean(0) for x in model(batch["images"], batch["texts"]))
+    return mp.SumLoss(((left.T @ right / len(left) - jnp.eye(left.shape[1])) ** 2).sum()), {}
+
+
+@pytest.mark.parametrize("loss", [two_towers, of_batch_norm, of_correlation])
+@pytest.mark.parametrize("strategy", [mp.ddp(), pytest.param(mp.fsdp(min_bytes=0), marks=pytest.mark.matrix)], ids=str)
+def test_explain_expects_the_collectives_of_the_global_batch(loss, strategy):
+    model = mp.from_nnx(Normalized) if loss is of_batch_norm else None
+    state = abstract(strategy, model=model, **{"data" if strategy == mp.ddp() else "fsdp": 8})
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in BATCH}
+    report = mp.explain(mp.train_step(loss), state, batch)
+    assert report.is_as_expected, report.matching
+    assert any(line.role == example_collectives.ROLE for line in report.matching.matched)
