@@ -128,7 +128,7 @@ def examine(jaxpr: core.ClosedJaxpr, args: Sequence[Value]) -> Examination:
     """Examine a loss function.
 
     Args:
-      jaxpr: the traced loss function. Its outputs are scalars: the total and, if it is an array, the weight.
+      jaxpr: the traced loss function. Its outputs are the total and, if it is an array, the weight.
       args: a value for each input.
     """
     needed, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.layers.losses import MEAN_OVER_EXAMPLES, LossIs
+from meshpar.layers.losses import LossIs, MeanLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.parallel import Strategy, ddp, parse_strategy
@@ -59,6 +59,8 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "remat": (None, "full", "dots"),
 }
 """Options of `train_step` that do not change the result. The simplest value is first."""
+_PAIRS_SHARE = 1 / 8
+"""Share of the sampled layouts whose loss combines all pairs of examples."""
 _SPLITTING = ("accumulate", "reduce_gradients", "interleave")
 """Options that split the batch. Pipelines do not support the first two."""
 STEPS = 3
@@ -79,12 +81,15 @@ class Case:
     strategy: Strategy
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of `train_step` that differ from their defaults."""
+    of_pairs: bool = False
+    """Whether the loss is replaced by a sum over all pairs of examples, which layouts must compute or refuse."""
 
     @property
     def name(self) -> str:
         """The text that `named` parses, unless the strategy contains custom rules."""
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        values = {**self.options, **({"loss": "pairs"} if self.of_pairs else {})}
+        options = ", ".join(f"{name}={value}" for name, value in values.items())
         return "; ".join(filter(None, (mesh, self.strategy.label, options)))
 
 
@@ -92,12 +97,13 @@ def named(name: str) -> Case:
     """Parse the name of a layout: "fsdp=4,tensor=2; fsdp() | tensor_parallel(); accumulate=2"."""
     mesh, strategy, text = map(str.strip, f"{name};;".split(";")[:3])
     options = dict(option.strip().partition("=")[::2] for option in text.split(",") if option.strip())
+    of_pairs = options.pop("loss", None) == "pairs"
     if not strategy or not options.keys() <= OPTIONS.keys():
         reason = f"expected `mesh; strategy; options`, with the options {', '.join(OPTIONS)}"
         fix, code = "write for example 'fsdp=4; fsdp(); accumulate=2'", "unknown-name" if strategy else "bad-syntax"
         raise problem(f"case {name!r}", "parse it", reason, fix, code)
     values = {key: int(value) if value.isdigit() else value for key, value in options.items()}
-    return Case(mesh=MeshSpec.parse(mesh), strategy=parse_strategy(strategy), options=values)
+    return Case(mesh=MeshSpec.parse(mesh), strategy=parse_strategy(strategy), options=values, of_pairs=of_pairs)
 
 
 class Outcome(NamedTuple):
@@ -240,7 +246,7 @@ class _Verifier:
 
     def __init__(self, model: Model, loss: LossFn, batch: PyTree, tx: optax.GradientTransformation, dtype: str,
                  loss_is: str | None, devices: Sequence[jax.Device], folder: Path, seed: int) -> None:  # fmt: skip
-        self.model, self.loss, self.dtype, self.loss_is, self.folder = model, loss, dtype, loss_is, folder
+        self.model, self.dtype, self.loss_is, self.folder = model, dtype, loss_is, folder
         self.devices = list(devices)
         self.batch = jax.tree.map(np.asarray, cast_floating(batch, dtype))
         self.tx = optax.chain(_record_gradients(), tx)
@@ -251,19 +257,25 @@ class _Verifier:
             raise problem("verify(batch=...)", "split it into examples", reason, fix, code="wrong-shape")
         self.batch_size = shapes[0][0]
         self.tolerance = TOLERANCE[dtype]
-        self.previous_checkpoint: Path | None = None
+        self.previous_checkpoints: dict[bool, Path] = {}
+        self.losses = {False: loss, True: _pairs(loss)}
         setup, step = self.setup(MeshSpec(), ddp()), TrainStep(loss, self.options({}))
-        state = setup.init(seed)
-        self.start = jax.device_get(state)
-        self.expected: list[_StepResult] = []
-        for _ in range(STEPS):
-            state, result = self.step(step, state)
-            self.expected.append(result)
-        losses = [result.loss for result in self.expected]
+        self.start = jax.device_get(setup.init(seed))
+        losses = [result.loss for result in self.expected(of_pairs=False)]
         if not all(map(math.isfinite, losses)):
             reason, fix = f"its losses are {losses}", "use different data or a different seed"
             raise problem("verify", "compare with a single device", reason, fix, code="not-finite")
         self.left_out = tuple(self._left_out(setup, step))
+
+    @functools.cache  # noqa: B019 - a verifier lives as long as one call of `verify`
+    def expected(self, *, of_pairs: bool) -> list[_StepResult]:
+        """Return the results of a single device."""
+        setup, step = self.setup(MeshSpec(), ddp()), TrainStep(self.losses[of_pairs], self.options({}))
+        state, results = jax.device_put(self.start.replace(setup=setup), setup.shardings), []
+        for _ in range(STEPS):
+            state, result = self.step(step, state)
+            results.append(result)
+        return results
 
     def options(self, options: Mapping[str, Any]) -> StepOptions:
         return StepOptions(precision=Precision(params=self.dtype), loss_is=self.loss_is, **options)  # type: ignore[arg-type]
@@ -282,15 +294,16 @@ class _Verifier:
         features = "micro-steps, interleave and pipelines"
         new_key = self.start.replace(setup=setup, key=self.start.key + np.ones_like(self.start.key))
         _, result = self.step(step, jax.device_put(new_key, setup.shardings))
-        if self.model.random_keys() or result.loss != self.expected[0].loss:
+        if self.model.random_keys() or result.loss != self.expected(of_pairs=False)[0].loss:
             yield f"{features}: the loss draws random numbers, which differ in each part of the batch"
             return
         try:
-            TrainStep(self.loss, self.options({"accumulate": 2})).lower(setup.abstract, self.batch)
+            TrainStep(self.losses[False], self.options({"accumulate": 2})).lower(setup.abstract, self.batch)
         except MeshparError as error:
-            if MEAN_OVER_EXAMPLES not in str(error):
-                return
-            yield f"{features}: the loss is a scalar; return mp.MeanLoss, or pass loss_is"
+            if error.code == "ambiguous-loss":
+                yield f"{features}: the loss is a scalar; return mp.MeanLoss, or pass loss_is"
+            elif error.code in ("dependent-examples", "undecided-examples"):
+                yield f"{features}: {error.reason} ({error.where.partition(', under')[0]})"
 
     # -- Layouts ------------------------------------------------------------------------------------------------------
 
@@ -344,14 +357,16 @@ class _Verifier:
             try:
                 parts = tuple(_replace(part, {name: rng.choice(values) for name, values in VARIED.items()})
                               for part in rng.choice(strategies).parts)  # fmt: skip
-                case = self._case(sizes, parts, options)
+                case = self._case(sizes, parts, options, of_pairs=rng.random() < _PAIRS_SHARE)
             except MeshparError:  # the schedule does not exist for these sizes
                 continue
             if case.name not in seen:
                 seen.add(case.name)
                 yield case
 
-    def _case(self, sizes: Mapping[str, int], parts: tuple[Parallelism, ...], options: Mapping[str, Any]) -> Case:
+    def _case(
+        self, sizes: Mapping[str, int], parts: tuple[Parallelism, ...], options: Mapping[str, Any], *, of_pairs: bool
+    ) -> Case:
         strategy = Strategy(parts)
         excluded = _SPLITTING if self.left_out else _SPLITTING[:2] if strategy.pipeline is not None else ()
         if self._search_space(sizes).num_layers <= 1:
@@ -360,7 +375,7 @@ class _Verifier:
             excluded = (*excluded, "reduce_gradients")
         changed = {name: value for name, value in options.items() if name not in excluded and value != OPTIONS[name][0]}
         axes: dict[str, Any] = {axis: size for axis, size in sizes.items() if size > 1}
-        return Case(mesh=MeshSpec(**axes), strategy=strategy, options=changed)
+        return Case(mesh=MeshSpec(**axes), strategy=strategy, options=changed, of_pairs=of_pairs)
 
     # -- Comparison ---------------------------------------------------------------------------------------------------
 
@@ -369,10 +384,10 @@ class _Verifier:
         action = "be traced"
         try:
             setup = self.setup(case.mesh, case.strategy)
-            step = TrainStep(self.loss, self.options(case.options))
+            step = TrainStep(self.losses[case.of_pairs], self.options(case.options))
             step.lower(setup.abstract, self.batch)
             action = "run"
-            return Outcome(case.name, "same", f"largest deviation {self._compare(setup, step):.1e}")
+            return Outcome(case.name, "same", f"largest deviation {self._compare(setup, step, case.of_pairs):.1e}")
         except _DifferenceError as difference:
             return Outcome(case.name, "differs", str(difference))
         except Exception as error:
@@ -381,12 +396,12 @@ class _Verifier:
             message = str(error).strip().split("\n")[0][:300]
             return Outcome(case.name, "differs", f"it cannot {action}: {type(error).__name__}: {message}")
 
-    def _compare(self, setup: Setup, step: TrainStep) -> float:
+    def _compare(self, setup: Setup, step: TrainStep, of_pairs: bool) -> float:
         """Return the largest deviation, or raise `_DifferenceError` if it exceeds the tolerance."""
         state = jax.device_put(self.start.replace(setup=setup), setup.shardings)
         largest, folder = 0.0, Path(tempfile.mkdtemp(dir=self.folder))
         results: list[_StepResult] = []
-        for number, expected in enumerate(self.expected, 1):
+        for number, expected in enumerate(self.expected(of_pairs=of_pairs), 1):
             state, result = self.step(step, state)
             largest = max(largest, self._check(f"step {number}", result, expected, self.tolerance))
             results.append(result)
@@ -395,10 +410,10 @@ class _Verifier:
                     checkpoints.save(state, wait=True)
         del state
         self._check_restart("after a restart", folder, setup, step, results, 0.0)
-        if self.previous_checkpoint is not None:
-            context, previous = "from the checkpoint of the previous layout", self.previous_checkpoint
-            self._check_restart(context, previous, setup, step, self.expected, self.tolerance)
-        self.previous_checkpoint = folder
+        if previous := self.previous_checkpoints.get(of_pairs):
+            context, on_one = "from the checkpoint of the previous layout", self.expected(of_pairs=of_pairs)
+            self._check_restart(context, previous, setup, step, on_one, self.tolerance)
+        self.previous_checkpoints[of_pairs] = folder
         return largest
 
     def _check_restart(
@@ -449,6 +464,8 @@ class _Verifier:
 
     def _smaller(self, case: Case) -> Iterator[Case]:
         """Yield layouts with an option removed, an axis removed or halved, or a parallelism simplified."""
+        if case.of_pairs:
+            yield dataclasses.replace(case, of_pairs=False)
         for name in case.options:
             options = {other: value for other, value in case.options.items() if other != name}
             yield dataclasses.replace(case, options=options)
@@ -474,15 +491,29 @@ class _Verifier:
                 for part in strategy.parts:
                     before = old.get(type(part))
                     parts.append(_replace(part, {name: getattr(before, name, x[0]) for name, x in VARIED.items()}))
-                yield self._case(sizes, tuple(parts), case.options)
+                yield self._case(sizes, tuple(parts), case.options, of_pairs=case.of_pairs)
 
 
 def _features(case: Case) -> Iterator[str]:
     yield from (axis for axis, size in case.mesh.items() if size > 1)
     yield from (f"{name}={value}" for name, value in case.options.items())
+    if case.of_pairs:
+        yield "loss=pairs"
     for part in case.strategy.parts:
         yield part.name
         yield from (f"{part.name} {name}={value}" for name, value in part.arguments().items() if name != "stages")
+
+
+def _pairs(loss: LossFn) -> LossFn:
+    """Return a loss with a term for each pair of examples: the square of the total of `loss`."""
+
+    def of_pairs(model: Any, batch: PyTree, key: jax.Array) -> Any:
+        value, metrics = loss(model, batch, key)
+        if isinstance(value, MeanLoss | SumLoss):
+            return dataclasses.replace(value, total=value.total**2), metrics
+        return value**2, metrics
+
+    return of_pairs
 
 
 def _replace(part: Parallelism, values: Mapping[str, Any]) -> Parallelism:

@@ -42,6 +42,7 @@ from meshpar.sharding.jaxprs import equations, has_scope
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
+from meshpar.training.independence import arrays_of, examined_trace, without_matmul
 from meshpar.training.sharding_table import optimizer_decisions
 
 Remat = str | None
@@ -218,6 +219,9 @@ def describe(
     # Trace the CPU form of grouped matmuls, which counts the FLOPs of the actual tokens only.
     with traced_for(cluster), compiled_for("cpu"), tracing(mesh, ddp()):
         terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
+        plain_terms = terms_of(described, loss, without_matmul(precision), None)
+        sums = jax.make_jaxpr(lambda *x: arrays_of(plain_terms(*x)))(*arrays)
+        examination = examined_trace(sums, arrays[:2], small_batch)
         forward_jaxpr = jax.make_jaxpr(value_of(described, loss, precision, None))(*arrays).jaxpr
         experts_per_token, looks_up = _experts_per_token(forward_jaxpr, leaves), has_scope(forward_jaxpr, GATHERED)
         routed = _expert_flops(forward_jaxpr, leaves) * experts_per_token * (seq_len or 1)
@@ -245,7 +249,8 @@ def describe(
     offset = 3 * forward + recomputed_logits + recomputed_products - flops[None]
     flops = {remat: offset + count + routed * (remat is not None) for remat, count in flops.items()}
     return Workload(
-        model=described, is_divisible=loss_is is not None or not isinstance(terms.loss, ScalarLoss),
+        model=described,
+        is_divisible=loss_is is not None or not (examination.combined or isinstance(terms.loss, ScalarLoss)),
         leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, uses_tokamax=has_scope(forward_jaxpr, flash.SCOPE),
         wide_flops=wide, products_flops=counted[None].products / marker, products_bytes=products_bytes,

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.layers.example_flow import LAYERS, Combined, Examination, examine, per_example, varying
 from meshpar.layers.losses import SUM_OVER_PARTS, LossTerms, MeanLoss, SumLoss
-from meshpar.layers.precision import cast_floating, numerics
+from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner
 from meshpar.parallel.batch import as_given, shape_of
 from meshpar.sharding.constraints import with_auto_types
@@ -57,21 +57,29 @@ class _MarkedLayers(LayerRunner):
 def examined(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree) -> Examination:
     """Examine the loss of a step. `batch` is the batch of a step, or its shapes."""
     batch = as_given(jax.tree.map(shape_of, batch))
-    # Scales of 8-bit matmuls are statistics of all examples, whose effect is a rounding.
-    options = dataclasses.replace(options, precision=dataclasses.replace(options.precision, matmul=None))
+    options = dataclasses.replace(options, precision=without_matmul(options.precision))
     with within(runner=_MarkedLayers()):
         jaxpr = traced_alone(loss_fn, options, state, batch, lambda loss: arrays_of(LossTerms.of(loss, {})))
     rules = state.setup.strategy.activations
-    return examined_trace(jaxpr, (state.params, state.extra), batch, lambda path: rules.input_rule(path) is replicated)
+    before = state.params, state.extra
+    return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated)
+
+
+def without_matmul(precision: Precision) -> Precision:
+    """Return a precision without 8-bit matmuls, whose scales are statistics of all examples, but only round."""
+    return dataclasses.replace(precision, matmul=None)
 
 
 def examined_trace(
-    jaxpr: core.ClosedJaxpr, before: PyTree, batch: PyTree, is_replicated: Callable[[str], bool] = lambda path: False
+    jaxpr: core.ClosedJaxpr,
+    before: PyTree,
+    batch: PyTree,
+    is_replicated: Callable[[str], bool] = lambda path: False,
 ) -> Examination:
-    """Examine a traced loss with the outputs of `arrays_of`.
+    """Examine a traced loss.
 
     Args:
-      jaxpr: a function of the arrays in `before`, the batch, and other arrays.
+      jaxpr: a function of the arrays in `before`, the batch, and other arrays, that returns `arrays_of` a loss.
       before, batch: arguments of the function, or their shapes.
       is_replicated: whether a leaf of the batch has no batch dim, by its path.
     """

@@ -117,6 +117,10 @@ FAULTS = {
         "total = jax.vmap(weight_of)(rows, keys)[0] * len(keys)",
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
+    "a loss over pairs in micro-steps": Fault(
+        "training.step", "check_parts(self.loss_fn, options, state, batch, divided)", "pass",
+        "data=2; ddp(); accumulate=2, loss=pairs",
+    ),
     "weights of a layer before": Fault(
         "training.gradients.fsdp_prefetch", "self._gathered(params, index + 1)", "self._gathered(params, index)",
         "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
@@ -166,7 +170,13 @@ def plant(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    cases("a dropped psum of the loss", "gradients of one group", "a mean of the means of micro-steps", grid=FAULTS),
+    cases(
+        "a dropped psum of the loss",
+        "gradients of one group",
+        "a mean of the means of micro-steps",
+        "a loss over pairs in micro-steps",
+        grid=FAULTS,
+    ),
 )
 def test_verify_finds_a_planted_fault(plant, name):
     plant(FAULTS[name])
