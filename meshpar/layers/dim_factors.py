@@ -35,11 +35,11 @@ Dim: TypeAlias = tuple[Factor, ...]
 
 
 class MixedExamplesError(Exception):
-    """An operation combines several examples. The message says how."""
+    """An operation combines examples, as the message states."""
 
 
 class UndecidedError(Exception):
-    """It is not known whether an operation combines several examples. The message says why."""
+    """The analysis cannot decide whether an operation combines examples; the message is the reason."""
 
 
 def dim_of(size: int, tag: Tag) -> Dim:
@@ -124,7 +124,8 @@ def joined(a: Dim, b: Dim) -> Dim:
     """
     if a == b:
         return a
-    left, right, out = list(a), list(b), []
+    left, right = list(a), list(b)
+    out: list[Factor] = []
     while left and right:
         x, y = left.pop(), right.pop()
         size = min(x.size, y.size)

@@ -1,11 +1,11 @@
-"""Whether a traced loss is a sum over independent examples.
+"""Decide whether a traced loss is a sum over independent examples.
 
     batch ─► [B, ...] values with an example dim ─► sum over that dim ─► linear operations ─► loss
 
-An engine that divides the batch evaluates the loss function on parts of it and adds the results. This is right only if
+Engines that divide the batch evaluate the loss function on each part and add the results. This is right only if
 the loss is a sum of terms that read one example each. The analysis follows the example dim through the jaxpr.
 Operations that combine examples before the final sum, such as the product of all pairs in a contrastive loss or the
-mean of a batch norm, are reported with their source line. So is each operation that the analysis does not know.
+mean of a batch norm, are reported with their source line. Unknown operations are reported, too.
 """
 
 from __future__ import annotations
@@ -188,10 +188,13 @@ class _Flow:
         values: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
 
+        atoms: Any = jaxpr.outvars
+
         def read(atom: Any) -> Value:
             return _constant(atom.val) if isinstance(atom, core.Literal) else values[atom]
 
         outer, outer_layers = self.where, self.in_layers
+        eqn: Any
         for eqn in jaxpr.eqns:
             self.in_layers = outer_layers or in_scope(eqn, LAYERS)
             self.where = source_info_util.summarize(eqn.source_info) or outer  # jax's own functions have no user's line
@@ -199,7 +202,7 @@ class _Flow:
             operands = [read(x) if is_routed else _after_experts(read(x), x.aval.shape) for x in eqn.invars]
             values.update(zip(eqn.outvars, self._outputs(eqn, operands, is_routed), strict=True))
         self.where, self.in_layers = outer, outer_layers
-        return [_after_experts(read(x), x.aval.shape) for x in jaxpr.outvars]
+        return [_after_experts(read(x), x.aval.shape) for x in atoms]
 
     def inner(self, closed: Any, args: Sequence[Value]) -> list[Value]:
         """Return the outputs of an inner jaxpr."""
@@ -207,7 +210,7 @@ class _Flow:
         return self.run(jaxpr, [_constant(x) for x in getattr(closed, "consts", ())], args)
 
     def _outputs(self, eqn: Any, operands: Sequence[Value], is_routed: bool) -> list[Value]:
-        """Return the outputs of an equation. After examples were combined, the analysis goes on with a likely form."""
+        """Return the outputs of an equation. After an operation that combines examples, the layout is a guess."""
         before = [x.combined for x in operands if x.combined is not None]
         operands = [dataclasses.replace(x, combined=None) for x in operands]
         shapes = [x.aval.shape for x in eqn.outvars]
@@ -219,7 +222,7 @@ class _Flow:
             self.all_combined.append(new)
             self._record(eqn, operands)
             out = [_similar(operands, eqn, shape) for shape in shapes]
-        # A later operation cannot prove a dependence if the form of its operands is only likely.
+        # After an undecided operation, a later one proves nothing, because the layout is a guess.
         first = min(before, key=lambda x: x.kind) if before else new
         return [dataclasses.replace(x, combined=first or x.combined) for x in out]
 
@@ -464,7 +467,7 @@ def _check_local(x: Value, dims: Sequence[int], message: str) -> None:
 
 
 def _common(operands: Sequence[Value]) -> Value:
-    """Return flags that arrays have in common when they become parts of one array."""
+    """Return the flags of an array that is joined from other arrays."""
     if any(x.is_sum for x in operands):
         if not all(x.is_sum or x.is_zero for x in operands):
             raise UndecidedError("it joins a sum over the examples with other values")
@@ -719,7 +722,7 @@ def _scatter(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> Value:
         dims.append(joined(dim, new) if is_full else dim_of(size_of(dim), VARYING))
     if examples_in(dim for at, dim in enumerate(sources) if at not in used):
         if examples_in(dims) or not adds or not (x.is_zero or x.is_sum) or updates.is_sum:
-            raise MixedExamplesError("several examples write to the same array")
+            raise MixedExamplesError("different examples write to the same array")
         return Value(tuple(dims), is_sum=True)
     return dataclasses.replace(_common([x, updates]), dims=tuple(dims))
 
@@ -773,7 +776,7 @@ def _iota(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> Value:
 @_rule("random_bits", "random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap", "threefry2x32",
        "random_gamma", "rng_bit_generator", "rng_uniform", "random_clone")  # fmt: skip
 def _random(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Random numbers count as uniform: it does not matter which of them an example receives."""
+    """Random numbers count as uniform, because examples may receive them in any order."""
     if any(x.depends for x in operands):
         raise UndecidedError("a random key depends on the batch")
     return [Value(tuple(dim_of(size, UNIFORM) for size in x.aval.shape)) for x in eqn.outvars]
@@ -829,7 +832,7 @@ def _branches(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def _either(values: Sequence[Value]) -> Value:
-    """Return a value that describes all of several values."""
+    """Return a description that is valid for all values."""
     combined = next((x.combined for x in values if x.combined is not None), None)
     if combined is not None:
         return Value(varying([size_of(dim) for dim in values[0].dims]).dims, combined=combined)
@@ -889,7 +892,7 @@ def _while(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 def _fixed_point(
     carry: Sequence[Value], run: Callable[[Sequence[Value]], list[Value]]
 ) -> tuple[list[Value], list[Value]]:
-    """Return values of a loop's carry that hold in all iterations, and the results of the body."""
+    """Return values of a loop's carry that are valid in all iterations, and the results of the body."""
     carry = [dataclasses.replace(x, known=None, columns=()) for x in carry]
     for _ in range(8):  # each value can change a few times only
         out = run(carry)

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from meshpar.layers.example_flow import LAYERS, Combined, Examination, examine, per_example, varying
-from meshpar.layers.losses import SUM_OVER_PARTS, LossTerms, MeanLoss, SumLoss
+from meshpar.layers.losses import SUM_OVER_PARTS, LossTerms, MeanLoss, ScalarLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner
 from meshpar.parallel.batch import as_given, shape_of
@@ -54,12 +54,26 @@ class _MarkedLayers(LayerRunner):
             return super().run(at, layer, x, inputs)
 
 
-def examined(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree) -> Examination:
-    """Examine the loss of a step. `batch` is the batch of a step, or its shapes."""
+def arrays_of(terms: LossTerms) -> tuple[jax.Array, ...]:
+    """Return the total of a loss and, if it is an array, its weight."""
+    loss = terms.loss
+    if isinstance(loss, MeanLoss):
+        return loss.total, loss.weight  # type: ignore[return-value]
+    return (loss.total if isinstance(loss, SumLoss) else loss.value,)
+
+
+def examined(
+    loss_fn: LossFn,
+    options: StepOptions,
+    state: TrainState,
+    batch: PyTree,
+    read: Callable[[LossTerms], tuple[jax.Array, ...]] = arrays_of,
+) -> Examination:
+    """Examine the loss of a step. `batch` is the batch of a step, or its shapes, and `read` selects the arrays."""
     batch = as_given(jax.tree.map(shape_of, batch))
     options = dataclasses.replace(options, precision=without_matmul(options.precision))
     with within(runner=_MarkedLayers()):
-        jaxpr = traced_alone(loss_fn, options, state, batch, lambda loss: arrays_of(LossTerms.of(loss, {})))
+        jaxpr = traced_alone(loss_fn, options, state, batch, lambda loss: read(LossTerms.of(loss, {}, options.loss_is)))
     rules = state.setup.strategy.activations
     before = state.params, state.extra
     return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated)
@@ -81,7 +95,7 @@ def examined_trace(
     Args:
       jaxpr: a function of the arrays in `before`, the batch, and other arrays, that returns `arrays_of` a loss.
       before, batch: arguments of the function, or their shapes.
-      is_replicated: whether a leaf of the batch has no batch dim, by its path.
+      is_replicated: function of a path, True for a leaf of the batch without a batch dim.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     sizes = {x.shape[0]: number for number, x in enumerate(x for _, x in leaves if x.shape)}
@@ -95,40 +109,39 @@ def examined_trace(
     return examine(jaxpr, inputs)
 
 
-def arrays_of(terms: LossTerms) -> tuple[jax.Array, ...]:
-    """Return the total of a loss and, if it is an array, its weight."""
-    loss = terms.loss
-    if isinstance(loss, MeanLoss):
-        return loss.total, loss.weight  # type: ignore[return-value]
-    return (loss.total if isinstance(loss, SumLoss) else loss.value,)
-
-
 def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str | None) -> None:
     """Check that the loss, or each layer with `interleave`, may be evaluated on parts of the batch.
 
     Args:
       loss_fn, options, state: the step and its state.
       batch: the batch of a step.
-      divided: what divides the batch, or None if only `interleave` does.
+      divided: name of the option that divides the batch, or None if only `interleave` does.
     """
     if options.loss_is == SUM_OVER_PARTS or (divided is None and options.interleave == 1):
         return
-    result = examined(loss_fn, options, state, batch)
+
+    def read(terms: LossTerms) -> tuple[jax.Array, ...]:  # engines refuse scalars themselves
+        return () if isinstance(terms.loss, ScalarLoss) and divided is not None else arrays_of(terms)
+
+    result = examined(loss_fn, options, state, batch, read)
     combined = result.combined
     if divided is None:
         divided = f"train_step(interleave={options.interleave})"
         combined = min(result.in_layers, key=lambda x: x.kind, default=None)
     if combined is None or (combined.kind == "undecided" and options.loss_is is not None):
         return
-    raise _refusal(combined, divided)
+    raise _refusal(combined, divided, is_weight=combined in result.outputs[1:])
 
 
-def _refusal(combined: Combined, divided: str) -> Exception:
+def _refusal(combined: Combined, divided: str, *, is_weight: bool) -> Exception:
     where, requested = f"{combined.where}, under {divided}", "evaluate the loss on parts of the batch"
     parts = 'accept that each part computes its own value with train_step(..., loss_is="sum_over_parts")'
     if combined.kind == "dependent":
         reason = f"the loss combines examples: {combined.why}"
         fix = f"use ddp() or fsdp() with accumulate=1, which evaluate it on the global batch, or {parts}"
+        if is_weight:
+            reason = f"the weight of the MeanLoss is not a sum over examples: {combined.why}"
+            fix = "return a sum as the weight, such as mask.sum(); the loss is 0 if it is 0"
         return problem(where, requested, reason, fix, "dependent-examples")
     reason = f"the loss may not be a sum over independent examples: {combined.why}"
     fix = f'if it is such a sum, write train_step(..., loss_is="sum_over_examples"); or {parts}'

@@ -1,0 +1,145 @@
+"""The analysis of a loss distinguishes sums over independent examples from losses that combine examples."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+from meshpar.layers.example_flow import examine, per_example, varying
+
+B, D = 6, 8
+nats = optax.softmax_cross_entropy_with_integer_labels
+
+
+def verdict(loss, *shapes):
+    """Return the kind of a loss (w [D, D], x [B, D] or other shapes, y [B, D], labels [B])."""
+    shapes = shapes or ((B, D),)
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((D, D), *shapes, (B, D))]
+    args.append(jax.ShapeDtypeStruct((B,), np.int32))
+    examination = examine(jax.make_jaxpr(loss)(*args), [varying((D, D)), *(per_example(arg.shape) for arg in args[1:])])
+    return None if examination.combined is None else examination.combined.kind
+
+
+def chosen_and_rejected(w, x, y, i):
+    """The concatenated forward pass of Rafailov et al. 2023, Direct Preference Optimization."""
+    rewards = (jnp.concatenate([x, y]) @ w).sum(-1)
+    return jax.nn.log_sigmoid(rewards[:B] - rewards[B:]).sum()
+
+
+def dropout(w, x, y, i):
+    return (jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0) @ w).sum()
+
+
+def recurrent(w, x, y, i):
+    return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0].sum()
+
+
+INDEPENDENT = {
+    "cross entropy": lambda w, x, y, i: nats(x @ w, i).sum(),
+    "one-hot labels": lambda w, x, y, i: (jax.nn.log_softmax(x @ w) * jax.nn.one_hot(i, D)).sum(),
+    "indexed labels": lambda w, x, y, i: jax.nn.log_softmax(x @ w)[jnp.arange(B), i].sum(),
+    "flat tokens": lambda w, x, y, i: jnp.square((x.reshape(-1) * 2).reshape(2 * B, -1).T).sum(),
+    "pairs within an example": chosen_and_rejected,
+    "dropout": dropout,
+    "layer norm": lambda w, x, y, i: nnx.LayerNorm(D, rngs=nnx.Rngs(0))(x).sum(),
+    "recurrence": recurrent,
+    "loop": lambda w, x, y, i: lax.fori_loop(0, 3, lambda step, x: x @ w, x).sum(),
+    "sum in a loop over features": lambda w, x, y, i: lax.scan(lambda c, a: (c + (a**2).sum(), None), 0.0, x.T)[0],
+    "vmap over examples": lambda w, x, y, i: jax.vmap(lambda x, y: jnp.dot(x @ w, y))(x, y).sum(),
+    "contraction of the batch": lambda w, x, y, i: jnp.einsum("bd,de,be->", x, w, y),
+    "counts of labels": lambda w, x, y, i: (jnp.zeros(D).at[i].add(1.0) * 2).sum(),
+    "a term of 0": lambda w, x, y, i: (x @ w).sum() + 0.0 * (w**2).sum(),
+    "checkpoint": lambda w, x, y, i: jax.checkpoint(lambda x: jnp.sin(x @ w))(x).sum(),
+    "order statistics of an example": lambda w, x, y, i: (jnp.sort(x) - lax.top_k(x, 1)[0]).sum(),
+    "one element written": lambda w, x, y, i: x.at[jnp.arange(B), i].set(-1e9).sum(),
+}
+DEPENDENT = {
+    "contrastive": lambda w, x, y, i: nats(x @ w @ y.T, jnp.arange(B)).sum(),
+    "distances of all pairs": lambda w, x, y, i: jnp.abs(x[:, None] - y[None]).sum(),
+    "einsum of all pairs": lambda w, x, y, i: jnp.einsum("bd,cd->bc", x, y).sum(),
+    "batch norm": lambda w, x, y, i: nnx.BatchNorm(D, rngs=nnx.Rngs(0))(x).sum(),
+    "normalized advantages": lambda w, x, y, i: ((x - x.mean()) / x.std()).sum(),
+    "square of a sum": lambda w, x, y, i: (x @ w).sum() ** 2,
+    "correlation": lambda w, x, y, i: ((x.T @ y) ** 2).sum(),
+    "divided by a sum": lambda w, x, y, i: (x @ w).sum() / i.sum(),
+    "softmax over the batch": lambda w, x, y, i: jax.nn.logsumexp((x @ w).sum(1)),
+    "largest example": lambda w, x, y, i: (x @ w).max(),
+    "hardest examples": lambda w, x, y, i: lax.top_k(x.sum(1), 3)[0].sum(),
+    "sorted examples": lambda w, x, y, i: (jnp.sort(x, axis=0) * y).sum(),
+    "quantile": lambda w, x, y, i: jnp.quantile(x.sum(1), 0.5),
+    "neighbours": lambda w, x, y, i: (jnp.roll(x, 1, 0) * y).sum(),
+    "halves": lambda w, x, y, i: (x[: B // 2] - x[B // 2 :]).sum(),
+    "mean of a group": lambda w, x, y, i: (x.reshape(2, -1, D) - x.reshape(2, -1, D).mean(1, keepdims=True)).sum(),
+    "mixup": lambda w, x, y, i: ((x + x[jax.random.permutation(jax.random.key(0), B)]) @ w).sum(),
+    "indexed by another example": lambda w, x, y, i: x[i].sum(),
+    "segment sums": lambda w, x, y, i: (jax.ops.segment_sum(x, i, num_segments=3) ** 2).sum(),
+    "loop until all have converged": lambda w, x, y, i: lax.while_loop(lambda x: x.max() < 3, lambda x: 2 * x, x).sum(),
+    "a bound of the weight": lambda w, x, y, i: jnp.maximum(i.sum(), 1),
+}
+UNDECIDED = {
+    "weight decay in the total": lambda w, x, y, i: (x @ w).sum() + (w**2).sum(),
+    "weights by position": lambda w, x, y, i: (jnp.arange(B)[:, None] * x).sum(),
+    "a loop over examples": lambda w, x, y, i: lax.map(lambda x: (x @ w).sum(), x).sum(),
+    "a callback": lambda w, x, y, i: jax.pure_callback(np.sin, x, x).sum(),
+    "no example": lambda w, x, y, i: (w**2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_examples(name):
+    assert verdict(INDEPENDENT[name]) is None
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_combined_examples(name):
+    assert verdict(DEPENDENT[name]) == "dependent"
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_undecided_losses(name):
+    assert verdict(UNDECIDED[name]) == "undecided"
+
+
+def attend(w, x, y, i):
+    return jax.nn.dot_product_attention(x, x, x, is_causal=True).sum()
+
+
+def convolve(w, x, y, i):
+    return nnx.max_pool(nnx.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0))(x), (2, 2)).sum()
+
+
+def factorize(w, x, y, i):
+    return jnp.linalg.cholesky(x @ x.transpose(0, 2, 1)).sum() + jnp.linalg.solve(x, x).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"),
+    [
+        (attend, (B, 4, 2, D)),
+        (convolve, (B, 8, 8, 3)),
+        (factorize, (B, 5, 5)),
+        (lambda w, x, y, i: jnp.abs(jnp.fft.rfft(x)).sum(), (B, 8)),
+        (lambda w, x, y, i: nnx.RNN(nnx.LSTMCell(D, D, rngs=nnx.Rngs(0)))(x).sum(), (B, 5, D)),
+        (lambda w, x, y, i: nnx.GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0))(x).sum(), (B, 3, 4)),
+        (lambda w, x, y, i: x[jnp.arange(B)[:, None], jnp.arange(4)[None], i[:, None]].sum(), (B, 4, D)),
+    ],
+    ids=["attention", "convolution", "factorization", "transform", "recurrence", "group norm", "three indices"],
+)
+def test_independent_examples_of_other_ranks(loss, shape):
+    assert verdict(loss, shape) is None
+
+
+def test_source_line_of_the_first_combination():
+    def loss(w, x, y, i):
+        scores = x @ w @ y.T  # the line
+        return jax.nn.relu(scores).sum()
+
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((D, D), (B, D), (B, D))]
+    inputs = [varying((D, D)), per_example((B, D)), per_example((B, D))]
+    combined = examine(jax.make_jaxpr(lambda *args: loss(*args, None))(*args), inputs).combined
+    assert combined.where.partition(":")[2].startswith(f"{loss.__code__.co_firstlineno + 1}:")

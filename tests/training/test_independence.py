@@ -1,0 +1,160 @@
+"""A loss that combines examples is right on the global batch, and refused by engines that divide the batch."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from tests.errors import raises
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X, Y = np.asarray(jax.random.normal(KEYS[0], (2, 16, 8)))
+BATCH = {"x": X, "y": Y}
+
+
+def start(key):
+    u, v = jax.random.normal(KEYS[1], (2, 8, 12))
+    return {"u": u, "v": v}
+
+
+def towers():
+    def apply(params, x, y):
+        return tuple(mp.constrain(z, "batch", None) for z in (x @ params["u"], y @ params["v"]))
+
+    return mp.from_functions(start, apply)
+
+
+def losses_of(u, v):
+    return optax.softmax_cross_entropy_with_integer_labels(u @ v.T, jnp.arange(len(u)))
+
+
+def contrastive(model, batch, key):
+    losses = losses_of(*model(batch["x"], batch["y"]))
+    return mp.MeanLoss(losses.sum(), losses.size), {}
+
+
+def one_step(strategy, loss=contrastive, model=None, axes=None, **options):
+    spec = mp.MeshSpec(**(axes or {"data": 2}))
+    mesh = spec.build(jax.devices()[: math.prod(spec.values())])
+    state = mp.init_state(model or towers(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    return float(mp.train_step(loss, **options)(state, BATCH)[1]["loss"])
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"fsdp": 8}], ids=str)
+def test_contrastive_loss_of_the_global_batch(axes):
+    params = start(None)
+    expected = float(losses_of(X @ params["u"], Y @ params["v"]).mean())
+    assert one_step(mp.fsdp(min_bytes=0), axes=axes) == pytest.approx(expected, rel=1e-5)
+
+
+ENGINES = {
+    "micro-steps": (mp.ddp(), {"data": 2}, {"accumulate": 2}),
+    "once": (mp.ddp(), {"data": 2}, {"accumulate": 2, "reduce_gradients": "once"}),
+    "groups": (mp.hsdp(min_bytes=0), {"data": 2, "fsdp": 2}, {"accumulate": 2}),
+    "quantized": (mp.fsdp(min_bytes=0, quantize="int8"), {"fsdp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_that_divide_the_batch_refuse_a_contrastive_loss(name):
+    strategy, axes, options = ENGINES[name]
+    with raises("dependent-examples", "test_independence.py"):
+        one_step(strategy, axes=axes, **options)
+
+
+def test_stages_refuse_a_contrastive_loss():
+    def apply(params, x, y):
+        return mp.scan_layers(lambda x, w: x + jnp.tanh(x @ w["w"]), x, params["layers"]), y
+
+    def init(key):
+        return {"layers": {"w": jax.random.normal(key, (2, 8, 8))}}
+
+    model = mp.from_functions(init, apply, names={"layers/w": ("layers", None, None)})
+    strategy = mp.ddp() | mp.pipeline_parallel(stages=2, microbatches=2)
+    with raises("dependent-examples"):
+        one_step(strategy, model=model, axes={"stage": 2})
+
+
+def test_sum_over_parts_accepts_the_value_of_each_part():
+    us, vs = (np.split(z @ w, 2) for z, w in zip((X, Y), start(None).values(), strict=True))
+    halves = [float(losses_of(u, v).mean()) for u, v in zip(us, vs, strict=True)]
+    actual = one_step(mp.ddp(), axes={"data": 1}, accumulate=2, loss_is="sum_over_parts")
+    assert actual == pytest.approx(np.mean(halves), rel=1e-5)
+
+
+def test_sum_over_examples_accepts_undecided_losses_only():
+    def opaque(model, batch, key):
+        u, _ = model(batch["x"], batch["y"])
+        errors = jax.lax.map(lambda row: (row**2).sum(), u)
+        return mp.MeanLoss(errors.sum(), errors.size), {}
+
+    with raises("undecided-examples"):
+        one_step(mp.ddp(), opaque, accumulate=2)
+    right = one_step(mp.ddp(), opaque)
+    assert one_step(mp.ddp(), opaque, accumulate=2, loss_is="sum_over_examples") == pytest.approx(right, rel=1e-5)
+    with raises("dependent-examples"):
+        one_step(mp.ddp(), accumulate=2, loss_is="sum_over_examples")
+
+
+def test_sum_over_examples_gives_a_scalar_its_meaning():
+    def total(model, batch, key):
+        u, _ = model(batch["x"], batch["y"])
+        return (u**2).sum(), {}
+
+    right = one_step(mp.ddp(), total)
+    assert one_step(mp.ddp(), total, accumulate=2, loss_is="sum_over_examples") == pytest.approx(right, rel=1e-5)
+
+
+class Normalized(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.down = nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.norm(x)))
+
+
+def of_images(model, batch, key):
+    return mp.MeanLoss((model(batch["x"]) ** 2).sum(), len(batch["x"])), {}
+
+
+def test_batch_norm_is_refused_with_micro_steps():
+    model = mp.from_nnx(Normalized)
+    with raises("dependent-examples"):
+        one_step(mp.ddp(), of_images, model, accumulate=2)
+    assert np.isfinite(one_step(mp.ddp(), of_images, model, accumulate=2, loss_is="sum_over_parts"))
+
+
+def test_weight_that_is_not_a_sum_is_refused():
+    def bounded(model, batch, key):
+        u, _ = model(batch["x"], batch["y"])
+        return mp.MeanLoss((u**2).sum(), jnp.maximum((batch["x"] > 0).sum(), 1)), {}
+
+    with raises("dependent-examples") as error:
+        one_step(mp.ddp(), bounded, accumulate=2)
+    assert "mask.sum()" in error.value.fix
+
+
+def test_interleave_refuses_layers_that_combine_examples():
+    def init(key):
+        return {"layers": {"w": jax.random.normal(key, (2, 8, 8))}}
+
+    def model_of(center):
+        def layer(x, w):
+            return x + jnp.tanh((x - x.mean(0) if center else x) @ w["w"])
+
+        def apply(params, x, y):
+            return mp.scan_layers(layer, x, params["layers"]), y
+
+        return mp.from_functions(init, apply, names={"layers/w": ("layers", None, None)})
+
+    with raises("dependent-examples", "interleave=2"):
+        one_step(mp.ddp(), model=model_of(center=True), interleave=2)
+    right = one_step(mp.ddp(), model=model_of(center=False))
+    assert one_step(mp.ddp(), model=model_of(center=False), interleave=2) == pytest.approx(right, rel=1e-5)
