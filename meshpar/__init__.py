@@ -76,6 +76,6 @@ __all__ = [
     "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel",
     "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state",
     "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline",
-    "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch", "shardings",
-    "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
+    "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch",
+    "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
 ]  # fmt: skip

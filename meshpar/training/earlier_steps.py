@@ -60,8 +60,8 @@ class EarlierSteps:
         """Add the metrics of a step, and check a step that is no longer in flight.
 
         Args:
-          step, new_step: the counter in the state before and after the step. If `step` is not the last `new_step`, a new
-            loop begins, for example from a checkpoint, and the metrics of the previous loop are dropped.
+          step, new_step: the counter in the state before and after the step. If `step` is not the last `new_step`, a
+            new loop begins, for example from a checkpoint, and the metrics of the previous loop are dropped.
           metrics: the metrics of the step.
         """
         if isinstance(new_step, jax.core.Tracer):
