@@ -35,7 +35,7 @@ from meshpar.parallel.expected.step_spec import ExpectedCollective
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
-from meshpar.planner.calibration import MEMORY, SEARCH
+from meshpar.planner.calibration import MEMORY, SEARCH, STEP
 from meshpar.planner.layout import Layout, Placer, rules_key
 from meshpar.planner.plan import Compiled, Plan, _nothing_fits, _verified, load_plans
 from meshpar.planner.scaling import with_rows
@@ -106,6 +106,62 @@ def test_memory_estimate_matches_compiled_argument_bytes(strategy, mesh, optimiz
     placed = Placer(workload(config, 16, 64, tx)).place(dict(spec), strategy)
     held = memory.estimate(placed, Layout(mesh=spec, strategy=strategy))
     assert held.state_bytes + held.batch_bytes == program.argument_bytes
+
+
+def placed_on(work, mesh, strategy, **options):
+    """Return the placed parameters, the layout and its memory."""
+    strategy = mp.parallel.parse_strategy(strategy)
+    layout = Layout(mesh=mp.MeshSpec(**mesh), strategy=strategy, **options)
+    placed = Placer(work).place(mesh, strategy)
+    return placed, layout, memory.estimate(placed, layout)
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 1), ("zb-v", 1), ("dualpipe", 2)])
+def test_accumulated_gradients_of_a_stage_are_counted_per_copy(small, schedule, copies):
+    """DualPipe runs each pipeline chunk on two stages, which both accumulate its gradients."""
+    strategy = f"pipeline_parallel(stages=2, microbatches=4, schedule={schedule!r}) | ddp()"
+    _, _, held = placed_on(small, {"stage": 2, "data": 2}, strategy)
+    stacked, other = (4 * sum(leaf.size for leaf in small.leaves if leaf.is_stacked is kind) for kind in (True, False))
+    assert held.gradients_bytes == copies * stacked // 2 + other
+
+
+def test_batch_slices_share_the_memory_of_recomputed_activations(small):
+    """With two slices, prefetched layers recompute half of the activations at a time, and have one more gradient."""
+    one, two, plain = (
+        placed_on(small, {"fsdp": 8}, strategy, remat="full", interleave=slices)[2]
+        for strategy, slices in (("fsdp(prefetch=1)", 1), ("fsdp(prefetch=1)", 2), ("fsdp()", 1))
+    )
+    recomputed = one.head_bytes - plain.head_bytes
+    gradients = 4 * sum(leaf.size // leaf.num_layers for leaf in small.leaves if leaf.is_stacked)
+    assert 0 < recomputed == one.layer_bytes - two.layer_bytes + gradients
+
+
+def test_messages_of_a_crowded_step_hardly_overlap(small):
+    placed, layout, held = placed_on(small, {"fsdp": 8}, "fsdp()")
+    clock = Clock(parse_cluster("h100:1x8"))
+    hidden = []
+    for crowded in (False, True):
+        full = dataclasses.replace(held, batch_bytes=int(0.9 * 80e9) if crowded else held.batch_bytes)
+        time = clock.estimate(placed, layout, full)
+        assert clock.is_crowded(full) is crowded
+        hidden.append(time.network_s["fsdp"] - time.exposed_s["fsdp"])
+    assert 0 < hidden[1] == pytest.approx(STEP.crowded_overlap * hidden[0])
+
+
+def test_8_bit_matmuls_take_half_of_the_time(small):
+    clock = Clock(parse_cluster("h100:1x8"))
+    half = dataclasses.replace(small, narrow_share=dict.fromkeys(small.narrow_share, 0.5))
+    saved_s = clock.floor_s(small, None) - clock.floor_s(half, None)
+    rate = clock.rates.efficiency * clock.rates.peak_flops_per_s(16)
+    assert saved_s == pytest.approx(0.25 * small.flops[None] * small.rows / 8 / rate, rel=1e-3)
+
+
+def test_plans_without_a_field_have_its_default(small):
+    layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(), remat="full", accumulate=4, interleave=2)
+    data = layout.to_json()
+    assert Layout.from_json(data) == layout
+    del data["interleave"]  # as in files of earlier versions
+    assert Layout.from_json(data) == dataclasses.replace(layout, interleave=1)
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "ranks", "replicas"), [
