@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshpar.layers.losses import MeanLoss, SumLoss
     from meshpar.layers.precision import Precision
     from meshpar.layers.scan import Aux, scan_layers
+    from meshpar.loop import hooks
     from meshpar.loop.checkpoint import Checkpoints
     from meshpar.loop.fit import fit
     from meshpar.loop.verify import verify
@@ -74,8 +75,8 @@ __all__ = [
     "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "StepOptions",
     "Strategy", "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "check_finite", "collectives",
     "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel",
-    "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state",
-    "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline",
+    "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hooks", "hsdp",
+    "init_state", "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline",
     "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch",
     "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -236,7 +236,7 @@ def train(
     import meshpar as mp
     from meshpar.data import ArrayData
     from meshpar.loop import fit as loop
-    from meshpar.loop.metrics_file import JsonlWriter
+    from meshpar.loop.metrics_file import MetricsFile
     from meshpar.loop.progress_bar import ProgressBar
     from meshpar.parallel.batch import batch_sharding
     from meshpar.training.state import make_setup
@@ -274,7 +274,7 @@ def train(
         hooks = [
             Slow(),
             loop.Preemption(grace_s=grace_s),
-            JsonlWriter(f"{folder}/metrics.jsonl"),
+            MetricsFile(f"{folder}/metrics.jsonl"),
             ProgressBar(every_s=0.1),
             loop.Validator(mp.eval_step(loss), source.valid(sharding=sharding), every=VALIDATE_EVERY),
             loop.Checkpointer(checkpoints, every=SAVE_EVERY),

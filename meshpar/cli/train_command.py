@@ -63,7 +63,7 @@ from meshpar.loop.goodput import Goodput
 from meshpar.loop.goodput import words as goodput_words
 from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.metrics_file import (
-    JsonlWriter,
+    MetricsFile,
     describe_missing,
     missing_steps,
     missing_validations,
@@ -304,7 +304,7 @@ def _hooks(
     return [
         expert_load,
         goodput,
-        JsonlWriter(folder / "metrics.jsonl", also=more_metrics),
+        MetricsFile(folder / "metrics.jsonl", also=more_metrics),
         *writers(recipe.writers, folder.local, config=_json_finite(recipe.to_json()), also=more_metrics),
         ProgressBar(stream=screen.stream, also=expert_load.words),
         Validator(

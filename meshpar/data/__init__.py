@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshpar.data.corpus import TextData, TextSource
     from meshpar.data.mixture import MixedSource
     from meshpar.data.rows import ArrayRows, Rows, Windows
-    from meshpar.data.source import DataSource, Source
+    from meshpar.data.source import DataSource, RowSource, Source
     from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __getattr__, __dir__ = lazy(__name__)
@@ -28,5 +28,5 @@ __getattr__, __dir__ = lazy(__name__)
 __all__ = [  # noqa: RUF022
     "ArrayData", "ArraySource", "Baseline", "CrossEntropy", "bigram_baseline", "Batch", "Batches", "Sharding",
     "ValidBatches", "ChatData", "ChatSource", "TextData", "TextSource", "MixedSource", "ArrayRows", "Rows", "Windows",
-    "DataSource", "Source", "ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
+    "DataSource", "RowSource", "Source", "ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load_tokenizer",
 ]  # fmt: skip

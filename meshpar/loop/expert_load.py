@@ -29,7 +29,7 @@ _SHARES = ("moe/drop_rate", "moe/router_entropy")
 class ExpertLoad(Hook):
     """Hook that accumulates the load of experts and prints advice. It ignores models without experts.
 
-    Pass `line` to `JsonlWriter(path, also=...)` and `words` to `ProgressBar(also=...)`. Each kind of advice is printed
+    Pass `line` to `MetricsFile(path, also=...)` and `words` to `ProgressBar(also=...)`. Each kind of advice is printed
     when it first applies, and again only after a report to which it did not apply.
     """
 

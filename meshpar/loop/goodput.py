@@ -31,7 +31,7 @@ WRITE_EVERY_S = 10.0
 class Goodput(Hook):
     """Hook that adds up the wall time by phase, on process 0, in a file that a resumed run continues.
 
-    Steps in `metrics` (metrics.jsonl) after the restored checkpoint are counted as redone. The `JsonlWriter` removes
+    Steps in `metrics` (metrics.jsonl) after the restored checkpoint are counted as redone. The `MetricsFile` removes
     their lines, so pass this hook to `fit` before the writer. `began_s` is the start of this process.
     """
 
@@ -104,7 +104,7 @@ class Goodput(Hook):
         step = self._run.first_step if self._run.last is None else self._run.last.step
         seconds = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
         account = {"seconds": seconds, "step": step, "seen_s": round(self._written_s, 3), "reason": reason}
-        with contextlib.suppress(OSError):  # if the disk is full, `JsonlWriter` warns
+        with contextlib.suppress(OSError):  # if the disk is full, `MetricsFile` warns
             replace_file(self._path, json.dumps(account) + "\n")
 
 

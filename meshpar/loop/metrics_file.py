@@ -22,7 +22,7 @@ MAX_LINES = 100_000
 """Number of lines that are kept in memory, to restore the file."""
 
 
-class JsonlWriter(Hook):
+class MetricsFile(Hook):
     """Hook that writes metrics.jsonl, on process 0. A killed run leaves at most its last line incomplete.
 
     The line of a step has `step, loss, tokens_per_s, mfu, seconds` and its other metrics, and `"validation": true` if a

@@ -11,7 +11,7 @@ import pytest
 from meshpar.cli import plots
 from meshpar.loop import expert_load as experts
 from meshpar.loop.expert_load import LAYERS, ExpertLoad, layer_numbers, loads_of
-from meshpar.loop.metrics_file import JsonlWriter
+from meshpar.loop.metrics_file import MetricsFile
 from meshpar.loop.progress_bar import ProgressBar
 from tests.errors import raises
 from tests.loop.test_fit import FakeStep, run
@@ -49,7 +49,7 @@ UNEVEN = metrics_of([[500, 500, 500, 500], [1700, 100, 100, 100]])
 def test_lines_contain_the_load_since_the_previous_report(tmp_path):
     path, hook = tmp_path / "metrics.jsonl", ExpertLoad(every=2)
     loads = [EVEN, metrics_of([[0, 0, 400, 600], [250, 250, 250, 250]], dropped=0.5, entropy=0.5), EVEN, EVEN, UNEVEN]
-    run(5, step=ExpertStep(loads), hooks=[JsonlWriter(path, also=hook.line), hook])
+    run(5, step=ExpertStep(loads), hooks=[MetricsFile(path, also=hook.line), hook])
     written = lines(path)
     assert [LAYERS in line for line in written] == [False, True, False, True, True]
     first = written[1][LAYERS]
@@ -67,7 +67,7 @@ def test_lines_contain_the_load_since_the_previous_report(tmp_path):
 
 def test_loads_of_inverts_layer_numbers(tmp_path):
     path, hook = tmp_path / "metrics.jsonl", ExpertLoad(every=1)
-    run(1, step=ExpertStep([UNEVEN]), hooks=[JsonlWriter(path, also=hook.line), hook])
+    run(1, step=ExpertStep([UNEVEN]), hooks=[MetricsFile(path, also=hook.line), hook])
     (line,) = lines(path)
     loads = loads_of(line[LAYERS])
     assert layer_numbers(loads) == line[LAYERS]
@@ -96,7 +96,7 @@ def test_worst_layer_is_shown_in_the_progress_bar():
 
 def test_nonfinite_values_are_written_as_none(tmp_path):
     path, hook = tmp_path / "metrics.jsonl", ExpertLoad(every=1)
-    run(1, step=ExpertStep([metrics_of([[1, 2]], entropy=math.nan)]), hooks=[JsonlWriter(path, also=hook.line), hook])
+    run(1, step=ExpertStep([metrics_of([[1, 2]], entropy=math.nan)]), hooks=[MetricsFile(path, also=hook.line), hook])
     (line,) = lines(path)
     assert line[LAYERS]["router_entropy"] == [None]
     assert np.isnan(loads_of(line[LAYERS]).router_entropy).all()
@@ -105,7 +105,7 @@ def test_nonfinite_values_are_written_as_none(tmp_path):
 def test_model_without_experts_is_ignored(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     hook = ExpertLoad(every=1, stream=out)
-    run(2, hooks=[JsonlWriter(path, also=hook.line), ProgressBar(stream=out, also=hook.words), hook])
+    run(2, hooks=[MetricsFile(path, also=hook.line), ProgressBar(stream=out, also=hook.words), hook])
     assert "expert" not in out.getvalue()
     assert not any(name.startswith("moe") for line in lines(path) for name in line)
 

@@ -636,3 +636,9 @@ def test_restore_or_init_restores_state_and_data(setup, tmp_path):
         checkpoints.save(setup.init(0))
         with raises("not-found"):
             restore_or_init(checkpoints, setup, key=0, batches=data)
+
+
+def test_all_hooks_are_importable_from_one_module():
+    hooks = [getattr(mp.hooks, name) for name in mp.hooks.__all__]
+    names = {hook.__name__ for hook in hooks if isinstance(hook, type) and issubclass(hook, Hook)}
+    assert names >= {"Checkpointer", "Validator", "ProgressBar", "MetricsFile", "Preemption", "Hook"}

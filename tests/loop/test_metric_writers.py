@@ -11,7 +11,7 @@ import pytest
 from meshpar.loop.fit import Checkpointer, Validator
 from meshpar.loop.goodput import Goodput, words
 from meshpar.loop.metric_writers import WRITERS, Writer, check_writers
-from meshpar.loop.metrics_file import JsonlWriter
+from meshpar.loop.metrics_file import MetricsFile
 from tests.errors import raises
 from tests.loop import test_fit
 from tests.loop.test_fit import FakeStep, State
@@ -72,7 +72,7 @@ def test_writer_failure_is_one_warning(tmp_path):
     writer, path = MemoryWriter(tmp_path, breaks_at=2), tmp_path / "metrics.jsonl"
     match = r"memory could not write \(OSError: no route.*metrics.jsonl has all metrics"
     with pytest.warns(UserWarning, match=match) as warned:
-        result = run(4, [writer, JsonlWriter(path)])
+        result = run(4, [writer, MetricsFile(path)])
     assert len(warned) == 1
     assert (result.reason, result.step) == ("done", 4)
     assert [step for step, _ in writer.rows] == [1]
@@ -145,7 +145,7 @@ def slow_batches(count):
 def test_goodput_phases_add_up_to_the_wall_time(tmp_path):
     began_s = time.time() - 1.0  # as if imports had taken a second
     goodput = Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=began_s)
-    more = [JsonlWriter(tmp_path / "m", also=goodput.line), Checkpointer(SlowCheckpoints(), every=2)]
+    more = [MetricsFile(tmp_path / "m", also=goodput.line), Checkpointer(SlowCheckpoints(), every=2)]
     run(6, [goodput, *more], batches=slow_batches(6))
     seconds = goodput.seconds
     assert sum(seconds.values()) == pytest.approx(time.time() - began_s, abs=0.1)
@@ -165,7 +165,7 @@ def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
         return Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=time.time())
 
     first = goodput()
-    run(6, [first, JsonlWriter(tmp_path / "m")])
+    run(6, [first, MetricsFile(tmp_path / "m")])
     account = json.loads((tmp_path / "goodput.json").read_text())
     assert (account["step"], account["reason"]) == (6, "done")
     # As if the process had been killed 100 s ago, after a last save at step 2.
@@ -173,7 +173,7 @@ def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
     (tmp_path / "goodput.json").write_text(json.dumps(account))
     redone = sum(line["seconds"] for line in lines(tmp_path / "m") if line["step"] > 2)
     second = goodput()
-    run(6, [second, JsonlWriter(tmp_path / "m")], state=State(2))
+    run(6, [second, MetricsFile(tmp_path / "m")], state=State(2))
     seconds = second.seconds
     assert seconds["restart"] >= 100
     assert seconds["redone"] == pytest.approx(redone, rel=1e-3)
@@ -181,7 +181,7 @@ def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
     assert second.share < 0.05
     # Killed again without any checkpoint: all steps count as redone.
     third = goodput()
-    run(1, [third, JsonlWriter(tmp_path / "m")])
+    run(1, [third, MetricsFile(tmp_path / "m")])
     assert third.seconds["restart"] >= 100
     assert third.seconds["redone"] == pytest.approx(seconds["redone"] + seconds["steps"], rel=0.05)
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshpar.loop import metrics_file
 from meshpar.loop.fit import Hook, Validator
-from meshpar.loop.metrics_file import JsonlWriter, describe_missing, json_line, missing_steps, read_lines
+from meshpar.loop.metrics_file import MetricsFile, describe_missing, json_line, missing_steps, read_lines
 from tests.loop.test_fit import FakeStep, Log, State, run
 
 
@@ -27,7 +27,7 @@ def lines(path) -> list[dict]:
 def test_lines_of_steps_and_validations(tmp_path):
     validator = Validator(lambda state, batch: {"loss": batch, "accuracy": 0.5}, [1.0, 2.0], every=2)
     log = Log()
-    run(3, hooks=[JsonlWriter(tmp_path / "runs" / "metrics.jsonl"), validator, log], tokens_per_step=10)
+    run(3, hooks=[MetricsFile(tmp_path / "runs" / "metrics.jsonl"), validator, log], tokens_per_step=10)
     written = lines(tmp_path / "runs" / "metrics.jsonl")
     assert [(line["step"], "val_loss" in line) for line in written] == [
         (1, False), (2, False), (2, True), (3, False), (3, True),
@@ -55,7 +55,7 @@ def test_arrays_are_written_by_also_only(tmp_path):
     def also(record):
         return {"load": record.arrays["moe/load"].tolist()} if record.step == 2 else {}
 
-    run(2, step=LayerStep(), hooks=[log, JsonlWriter(path, also=also)])
+    run(2, step=LayerStep(), hooks=[log, MetricsFile(path, also=also)])
     assert log.records[0].arrays["moe/load"].tolist() == [[1, 3]]
     assert "moe/load" not in log.records[0].metrics
     first, last = map(json.loads, path.read_text().splitlines())
@@ -80,17 +80,17 @@ def test_lines_are_written_immediately(tmp_path):
         def on_record(self, run, record):
             seen.append(len(lines(tmp_path / "m")))
 
-    run(3, hooks=[JsonlWriter(tmp_path / "m"), Look()])
+    run(3, hooks=[MetricsFile(tmp_path / "m"), Look()])
     assert seen == [1, 2, 3]
 
 
 def test_resumed_run_removes_the_lines_it_repeats(tmp_path):
     path = tmp_path / "m"
-    run(6, hooks=[JsonlWriter(path), Validator(lambda state, batch: {"loss": 0.0}, [1], every=2)])
+    run(6, hooks=[MetricsFile(path), Validator(lambda state, batch: {"loss": 0.0}, [1], every=2)])
     expected = lines(path)
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # from a killed process
-    run(6, hooks=[JsonlWriter(path), Validator(lambda state, batch: {"loss": 0.0}, [1], every=2)], state=State(3))
+    run(6, hooks=[MetricsFile(path), Validator(lambda state, batch: {"loss": 0.0}, [1], every=2)], state=State(3))
     assert [{**line, "seconds": 0} for line in lines(path)] == [{**line, "seconds": 0} for line in expected]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m"]
 
@@ -101,7 +101,7 @@ JUNK = ("", "null\n", "[1]\n", '{"loss": 1}\n', '{"step": []}\n', "\x00\x00\n", 
 @pytest.mark.parametrize("junk", JUNK)
 def test_invalid_lines_are_removed(tmp_path, junk):
     (tmp_path / "m").write_text(json_line({"step": 1, "loss": 1.0}) + junk)
-    run(3, hooks=[JsonlWriter(tmp_path / "m")], state=State(1))
+    run(3, hooks=[MetricsFile(tmp_path / "m")], state=State(1))
     assert [line["step"] for line in lines(tmp_path / "m")] == [1, 2, 3]
 
 
@@ -118,13 +118,13 @@ def test_invalid_lines_are_removed(tmp_path, junk):
 def test_lost_validations_of_a_resumed_run_are_reported(tmp_path, damage, lost):
     path, lost = tmp_path / "m", "validations after steps 4" if lost is None else lost
     validator = Validator(lambda state, batch: {"loss": 0.0, "acc": 1.0}, [1], every=2)
-    run(4, hooks=[JsonlWriter(path), validator])
+    run(4, hooks=[MetricsFile(path), validator])
     expected = lines(path)
     assert [line["step"] for line in expected if "validation" in line] == [2, 4]
     path.write_text(damage(path.read_text()))
     for _ in range(2):
         with pytest.warns(UserWarning, match=f"m: it lacks {lost},") if lost else contextlib.nullcontext():
-            run(4, hooks=[JsonlWriter(path), validator], state=State(4))
+            run(4, hooks=[MetricsFile(path), validator], state=State(4))
         assert describe_missing(lines(path), 4) == lost
     assert lost or lines(path) == expected
 
@@ -135,7 +135,7 @@ def no_room(*_):
 
 def test_lines_are_kept_until_the_disk_has_room(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    writer, replace_file = JsonlWriter(path), metrics_file.replace_file
+    writer, replace_file = MetricsFile(path), metrics_file.replace_file
 
     class FullFile:
         """Writes a part of the line and raises."""
@@ -189,9 +189,9 @@ class Damage(Hook):
 @pytest.mark.parametrize("how", DAMAGES)
 def test_damaged_file_is_restored(tmp_path, how, step):
     path = tmp_path / "run" / "m"
-    run(2, hooks=[JsonlWriter(path)])
+    run(2, hooks=[MetricsFile(path)])
     with pytest.warns(UserWarning, match=r"m was removed.*: it is restored"):
-        run(6, hooks=[JsonlWriter(path), Damage(path, how, step)], state=State(2))
+        run(6, hooks=[MetricsFile(path), Damage(path, how, step)], state=State(2))
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5, 6]
     assert not path.is_symlink()
     assert not (path.parent / "elsewhere").exists()
@@ -201,7 +201,7 @@ def test_lines_that_are_lost_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_file, "MAX_LINES", 3)
     path = tmp_path / "m"
     with pytest.warns(UserWarning, match=r"it is restored; it lacks steps 1 to 5"):
-        run(9, hooks=[JsonlWriter(path), Damage(path, "cut", 7)])
+        run(9, hooks=[MetricsFile(path), Damage(path, "cut", 7)])
     first, *others = lines(path)
     assert first == {"step": 5, "missing_from": 1}
     assert [line["step"] for line in others] == [6, 7, 8, 9]
@@ -217,7 +217,7 @@ def test_missing_lines_of_a_resumed_run_are_recorded(tmp_path, steps, missing):
     path.write_text("".join(json_line({"step": step, "loss": 1.0}) for step in steps))
     for _ in range(2):  # the second run finds the recorded gap
         with pytest.warns(UserWarning, match="m: it lacks steps"):
-            run(8, hooks=[JsonlWriter(path)], state=State(6))
+            run(8, hooks=[MetricsFile(path)], state=State(6))
         written = lines(path)
         assert [(line["missing_from"], line["step"]) for line in written if "missing_from" in line] == missing
         assert [line["step"] for line in written if "loss" in line] == [*steps, 7, 8]

@@ -84,7 +84,7 @@ NOTHING_TO_SAVE = {
 }
 SAVES = {  # moment, and the first and last possible step of the last checkpoint
     "a step": ([["meshpar.loop.fit:Run.advance", 3]], 2, 3),
-    "a callback of the loop": ([["meshpar.loop.metrics_file:JsonlWriter._write", 2]], 2, 4),
+    "a callback of the loop": ([["meshpar.loop.metrics_file:MetricsFile._write", 2]], 2, 4),
     "a save begins": ([["meshpar.loop.checkpoint:Checkpoints._write", 1]], 2, 2),
     "a save is renamed": ([["os:rename", 1]], 2, STEPS),  # in the background
     "compiling the validation": ([["meshpar.loop.fit:Validator._means", 1], COMPILES], 3, 3),

@@ -63,7 +63,7 @@ MOMENTS = {
     "restores": [["meshpar.loop.checkpoint:_read_arrays", 1]],
     "compiles": [[STEP, 1], ["jax._src.compiler:compile_or_get_cached", 1]],
     "validates": [["meshpar.loop.fit:Validator._means", 1]],
-    "a line of metrics": [[SAVE, 1], ["meshpar.loop.metrics_file:JsonlWriter._write", 3]],
+    "a line of metrics": [[SAVE, 1], ["meshpar.loop.metrics_file:MetricsFile._write", 3]],
     "old checkpoints are removed": [[SAVE, 4]],
     "the last save": [["meshpar.loop.fit:Checkpointer.on_end", 1]],
 }
