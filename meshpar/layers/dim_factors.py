@@ -16,7 +16,7 @@ class Examples(NamedTuple):
 
     stride: int = 1
     batch: int = 0
-    """Number of the batch dim, if leaves of the batch have different numbers of examples."""
+    """Number of examples of the batch dim. Leaves of the batch may have different batch dims."""
 
 
 Tag: TypeAlias = Examples | str

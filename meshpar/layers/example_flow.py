@@ -102,10 +102,10 @@ def varying(shape: Sequence[int]) -> Value:
     return Value(tuple(dim_of(size, VARYING) for size in shape))
 
 
-def per_example(shape: Sequence[int], batch: int = 0) -> Value:
-    """Return a leaf of the batch, `[B, ...]`. `batch` numbers the dims of leaves with other numbers of examples."""
+def per_example(shape: Sequence[int]) -> Value:
+    """Return a leaf of the batch, `[B, ...]`."""
     rest = (dim_of(size, VARYING) for size in shape[1:])
-    return Value((dim_of(shape[0], Examples(1, batch)), *rest))
+    return Value((dim_of(shape[0], Examples(1, shape[0])), *rest))
 
 
 class Examination(NamedTuple):
@@ -235,8 +235,10 @@ class _Flow:
             return [dataclasses.replace(varying(shape), is_routed=depends) for shape in shapes]
         name = eqn.primitive.name
         rule = RULES.get(name)
-        is_empty = any(0 in x.aval.shape for x in eqn.invars) and rule not in (_call, _concatenate)
-        if is_empty or any(0 in shape for shape in shapes) or (rule is None and not depends):
+        if "dot_product_attention" in name:  # cuDNN's kernels
+            rule = _attention
+        has_empty = any(0 in x.aval.shape for x in eqn.invars)
+        if any(0 in shape for shape in shapes) or (not depends and (rule is None or has_empty)):
             return list(map(varying, shapes))
         if rule is None:
             raise UndecidedError(f"the operation `{name}` is not known to the analysis")
@@ -752,6 +754,19 @@ def _matrices(*names: str, dims: int = 2) -> None:
 _matrices("cholesky", "lu", "qr", "householder_product", "eigh", "eig", "svd", "schur", "triangular_solve",
           "geqrf", "geqp3")  # fmt: skip
 _matrices("lu_pivots_to_permutation", dims=1)
+
+
+def _attention(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """A library's attention kernel, whose arrays with examples are `[B, ...]`."""
+    _check_no_sum(eqn, operands)
+    first = [x.dims[0] for x in operands if x.examples]
+    if any(examples_in(x.dims[1:]) for x in operands) or len(set(first)) != 1:
+        raise UndecidedError("attention has examples in other dims than the first")
+    shapes = [x.aval.shape for x in eqn.outvars]
+    return [
+        Value((first[0], *varying(shape[1:]).dims)) if shape[:1] == (size_of(first[0]),) else varying(shape)
+        for shape in shapes
+    ]
 
 
 @_rule("fft")

@@ -98,9 +98,8 @@ def examined_trace(
       is_replicated: function of a path, True for a leaf of the batch without a batch dim.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {x.shape[0]: number for number, x in enumerate(x for _, x in leaves if x.shape)}
     values = [
-        per_example(x.shape, sizes[x.shape[0]]) if x.shape and not is_replicated(path_str(path)) else varying(x.shape)
+        per_example(x.shape) if x.shape and not is_replicated(path_str(path)) else varying(x.shape)
         for path, x in leaves
     ]
     start = len(jax.tree.leaves(before))
