@@ -12,6 +12,9 @@ import pytest
 from flax import nnx
 
 import meshpar as mp
+from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing
+from meshpar.training.independence import examined
 from tests.errors import raises
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -158,3 +161,40 @@ def test_interleave_refuses_layers_that_combine_examples():
         one_step(mp.ddp(), model=model_of(center=True), interleave=2)
     right = one_step(mp.ddp(), model=model_of(center=False))
     assert one_step(mp.ddp(), model=model_of(center=False), interleave=2) == pytest.approx(right, rel=1e-5)
+
+
+TINY = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "mlp_dim": 24,
+}
+DECODERS = {
+    "blockwise": {},
+    "unfused": {"attention": "xla"},
+    "window": {"attention_window": 4, "attention_cap": 5.0, "logits_cap": 5.0},
+    "sinks": {"attention_sinks": True, "qk_norm": True},
+    "vocabulary in chunks": {"vocab_chunk": 16, "tied_embeddings": True},
+    "latent attention": {
+        "num_kv_heads": 4,
+        "latent": LatentAttention(q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=8),
+    },
+    "dropless experts": {"moe": MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=24, auxiliary_weight=0.1)},
+    "experts of fixed capacity": {
+        "moe": MoEConfig(routing=Routing(num_experts=4, top_k=2, capacity_factor=1.25), mlp_dim=24, shared_experts=1)
+    },
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_are_sums_over_examples(name):
+    config = TransformerConfig(**{**TINY, **DECODERS[name]})
+    mesh, strategy = mp.MeshSpec(data=8).abstract(), mp.ddp()
+    state = mp.abstract_state(config.build(), optax.sgd(0.1), mesh=mesh, strategy=strategy)
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets", "positions", "segments")}
+    batch["weights"] = jax.ShapeDtypeStruct((16, 16), np.float32)
+    step = mp.train_step(next_token_loss, accumulate=2)
+    assert examined(step.loss_fn, step.options, state, batch).combined is None
