@@ -14,6 +14,7 @@ import pytest
 
 from meshpar import moe
 from meshpar.moe import Routing
+from meshpar.moe import routing as routing_module
 from tests.errors import raises
 from tests.grid import cases
 
@@ -204,6 +205,16 @@ def test_softmax_is_accurate_and_order_independent(num_experts, scale):
     *_, expected = by_hand(logits, routing)
     # exp of a float32 difference of up to 30 has the rounding error of that difference, 1e-6.
     np.testing.assert_allclose(scores, expected, rtol=3e-6 if scale > 1 else 4e-7)
+
+
+@pytest.mark.parametrize("num_experts", [6, 8, 31])
+def test_sums_of_almost_equal_scores_do_not_depend_on_the_order(num_experts):
+    """The largest sums: all terms are between 0.8 and 1, so a term with one more bit would be rounded."""
+    values = np.random.default_rng(num_experts).uniform(0.8, 1, (64, num_experts)).astype(np.float32)
+    values[:, 0] = 1
+    total, backwards = (routing_module._order_independent_sum(jnp.asarray(x)) for x in (values, values[:, ::-1]))
+    np.testing.assert_array_equal(total, backwards)
+    np.testing.assert_allclose(total[:, 0], values.astype(np.float64).sum(1), rtol=2**-23)
 
 
 # ---- Expert choice ---------------------------------------------------------------------------------------------------
