@@ -86,6 +86,7 @@ class YarnScaling:
 class LongRope:
     """Scaling of rotary frequencies with a factor for each pair of dimensions.
 
+    The positions of a sequence or segment, without padding in other segments, select the short or the long factors.
     Ding et al. 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens".
     """
 

@@ -55,9 +55,7 @@ def prepare(
     By default, positions restart at each change of the segment id.
     """
     if positions_BT is None and segments_BT is not None:
-        index_T = jnp.arange(segments_BT.shape[1])
-        is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
-        positions_BT = index_T - jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
+        positions_BT = _restarted_positions(segments_BT)
     axes = sequence_axes(tokens_BT)
     if not axes:
         return tokens_BT, positions_BT, segments_BT
@@ -77,6 +75,22 @@ def reordered(x_BT: Array | None) -> Array | None:
     if x_BT is None or not (axes := sequence_axes(x_BT)):
         return x_BT
     return constrain(zigzag(x_BT, _num_ranks(axes)), "batch", "seq")
+
+
+def last_positions(positions_BT: Array | None, segments_BT: Array) -> Array | None:
+    """Return the last position of the segment of each token, `[B, T]`, in the order of `prepare`."""
+    positions_BT = _restarted_positions(segments_BT) if positions_BT is None else positions_BT
+    index_T = jnp.arange(segments_BT.shape[1])
+    is_last_BT = jnp.diff(segments_BT, axis=1, append=segments_BT[:, -1:] - 1) != 0
+    end_BT = jax.lax.cummin(jnp.where(is_last_BT, index_T, index_T[-1]), axis=1, reverse=True)
+    return reordered(jnp.take_along_axis(positions_BT, end_BT, axis=1))
+
+
+def _restarted_positions(segments_BT: Array) -> Array:
+    """Return positions that restart at each change of the segment id."""
+    index_T = jnp.arange(segments_BT.shape[1])
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+    return index_T - jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
 
 
 def natural_order(h_BTE: Array) -> Array:

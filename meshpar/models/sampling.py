@@ -84,8 +84,6 @@ def generate(
         # The length of a sequence must be a multiple of the number of MoE chunks.
         length = prompt.shape[1] * (1 if config.moe is None else config.moe.chunks)
         dtype = jax.eval_shape(run, jax.ShapeDtypeStruct((prompt.shape[0], length), prompt.dtype)).dtype
-        cache = empty_cache(config, prompt.shape[0], prompt.shape[1] + num_tokens, dtype)
-        logits_BPV, cache = run(prompt, cache=cache)
 
         def step(carry: tuple[Array, KVCache], key: jax.Array) -> tuple[tuple[Array, KVCache], Array]:
             logits_BV, cache = carry
@@ -93,10 +91,20 @@ def generate(
             logits_B1V, cache = run(token_B[:, None], cache=cache)
             return (logits_B1V[:, -1], cache), token_B
 
-        keys = jax.random.split(key, num_tokens)
-        (logits_BV, _), new_NB = lax.scan(step, (logits_BPV[:, -1], cache), keys[:-1])
-        last_B = draw(logits_BV, keys[-1])
-    return jnp.concatenate([prompt.astype(jnp.int32), new_NB.T, last_B[:, None]], axis=1)
+        def continued(tokens_BP: Array, keys: Array) -> Array:
+            """Append a token for each key."""
+            cache = empty_cache(config, tokens_BP.shape[0], tokens_BP.shape[1] + len(keys), dtype)
+            logits_BPV, cache = run(tokens_BP, cache=cache)
+            (logits_BV, _), new_NB = lax.scan(step, (logits_BPV[:, -1], cache), keys[:-1])
+            return jnp.concatenate([tokens_BP, new_NB.T, draw(logits_BV, keys[-1])[:, None]], axis=1)
+
+        tokens, keys = prompt.astype(jnp.int32), jax.random.split(key, num_tokens)
+        if config.rope_long is not None:
+            # Longer sequences have other rotary factors, so the cache of all their tokens is computed again.
+            num_short = max(config.rope_long.original_seq_len + 1 - prompt.shape[1], 0)
+            if 0 < num_short < num_tokens:
+                tokens, keys = continued(tokens, keys[:num_short]), keys[num_short:]
+        return continued(tokens, keys)
 
 
 def sample_token(

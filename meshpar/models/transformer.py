@@ -202,24 +202,27 @@ class Transformer(nnx.Module):
           positions: positions of the tokens, for rotary embeddings. `None` means consecutive positions, which start
             at 0 or after the cached positions.
           segments: segment ids of packed sequences. Tokens attend only within their segment, and positions must
-            restart in each segment. Not supported with a cache.
+            restart in each segment. Padding has its own segment. Not supported with a cache.
           mask: False for padding, which MoE layers do not route or count. `None`: the mask of `moe.masking`, which
             `next_token_loss` sets. Without any mask, and with a cache, all tokens count.
-          cache: keys and values of earlier positions, with free slots for the new ones.
+          cache: keys and values of earlier positions, with free slots for the new ones. With `rope_long`, a sequence
+            that grows beyond `original_seq_len` needs a new cache, as in `generate`.
 
         Returns:
           Logits `[B, T, V]`, sharded over the vocabulary if the strategy does so. With `vocab_chunk`, an `Unembedding`
           that computes them in chunks. With a cache, a tuple of the logits and the updated cache.
         """
-        table_VE = self.embed.embedding[...]
+        table_VE, last_BT = self.embed.embedding[...], None
         with jax.named_scope("embed"):
             if cache is None:
+                if self.cfg.rope_long is not None and segments is not None:
+                    last_BT = context.last_positions(positions, segments)
                 tokens, positions, segments = context.prepare(tokens, positions, segments)
                 if self.cfg.moe is not None:
                     mask = context.reordered(current_mask() if mask is None else mask)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
             x_BTE = x_BTE if self.cfg.embed_scale == 1 else self.cfg.embed_scale * x_BTE
-        angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
+        angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments, last_BT)
         angles = angles if self.cfg.moe is None or cache is not None else angles._replace(mask_BT=mask)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
@@ -288,10 +291,13 @@ def rope_of(
     cache: KVCache | None,
     dtype: jax.typing.DTypeLike,
     segments_BT: Array | None = None,
+    last_BT: Array | None = None,
 ) -> Rope:
     """Return the rotary cosines and sines of the tokens, which all layers share.
 
-    If the layers have different angles, dim 2 contains the angles of each table of `layers.rope_tables`.
+    `last_BT` is the last position of the segment of each token, which selects the factors of LongRoPE. By default it is
+    the last position of the row. If the layers have different angles, dim 2 contains the angles of each table of
+    `layers.rope_tables`.
     """
     if segments_BT is not None and cache is not None:
         where, requested = "Transformer(segments=..., cache=...)", "continue packed sequences"
@@ -310,9 +316,10 @@ def rope_of(
             return layers.rope(positions_BT, layers.rope_frequencies(rotated, theta), dtype)
         frequencies_F = layers.rope_frequencies(rotated, cfg.rope_theta, scaling) / cfg.rope_linear
         if (long := cfg.rope_long) is not None:
-            is_long_B11 = positions_BT.max(axis=1)[:, None, None] >= long.original_seq_len
-            factors_B1F = jnp.where(is_long_B11, np.asarray(long.long_factor), np.asarray(long.short_factor))
-            frequencies_F = frequencies_F / factors_B1F
+            longest_BT = positions_BT.max(axis=1, keepdims=True) if last_BT is None else last_BT
+            is_long_BT1 = longest_BT[..., None] >= long.original_seq_len
+            factors_BTF = jnp.where(is_long_BT1, np.asarray(long.long_factor), np.asarray(long.short_factor))
+            frequencies_F = frequencies_F / factors_BTF
         angles, stretched = layers.rope(positions_BT, frequencies_F, dtype), cfg.rope_yarn or long
         if stretched is not None and stretched.rotated_factor != 1:
             angles = Rope(*(x * stretched.rotated_factor for x in angles[:2]))

@@ -13,7 +13,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.model_flops import model_flops
-from meshpar.models import LayerKind, LongRope, RopeScaling, TransformerConfig, next_token_loss
+from meshpar.models import LayerKind, LongRope, RopeScaling, TransformerConfig, generate, next_token_loss
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
@@ -68,6 +68,35 @@ def test_a_step_equals_a_single_device(name, form, case):
 def test_decoding_with_a_cache_equals_the_full_sequence(name):
     switches = {key: value for key, value in SWITCHES[name].items() if key != "rope_long"}  # depends on the length
     assert_decodes_like_full_sequence(config(**switches), prompt_len=5)
+
+
+def test_long_factors_depend_on_the_segment_only():
+    """A document of 5 tokens alone, in a padded row, and in a row with a document of 20, for `original_seq_len=10`."""
+    long = LongRope(short_factor=(1.0, 2.0), long_factor=(2.0, 9.0), original_seq_len=10)
+    cfg = config(rope_long=long, rope_theta=10.0, attention="xla", num_layers=1)
+    tokens, params = np.arange(25, dtype=np.int32)[None], random_params(cfg)
+    segments = np.repeat([1, 2], [5, 20])[None].astype(np.int32)
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
+        logits = jax.jit(lambda tokens, **options: cfg.build().bind(params, {})(tokens, **options))
+        short, longer, together = logits(tokens[:, :5]), logits(tokens[:, 5:]), logits(tokens, segments=segments)
+        padded = logits(np.pad(tokens[:, :5], [(0, 0), (0, 20)]), segments=np.where(segments == 1, 1, 0))
+    np.testing.assert_allclose(padded[:, :5], short, atol=2e-6)
+    np.testing.assert_allclose(together, np.concatenate([short, longer], axis=1), atol=2e-6)
+
+
+@pytest.mark.parametrize("prompt_len", cases(7, grid=[7, 10, 11]))
+def test_greedy_tokens_equal_full_passes_across_the_switch_of_factors(prompt_len):
+    long = LongRope(short_factor=(1.0, 1.0), long_factor=(4.0, 40.0), original_seq_len=10)
+    cfg = config(rope_long=long, rope_theta=10.0, attention="xla", num_layers=2)
+    params, num_tokens = random_params(cfg), 8
+    prompt = np.random.default_rng(0).integers(0, 32, (8, prompt_len), dtype=np.int32)
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
+        model = cfg.build().bind(params, {})
+        options = {"config": cfg, "num_tokens": num_tokens, "temperature": 0, "key": jax.random.key(0)}
+        tokens = np.asarray(jax.jit(lambda prompt: generate(model, prompt, **options))(prompt))
+        short, longer = (np.asarray(jax.jit(model)(tokens[:, :length])).argmax(-1) for length in (10, prompt_len + 7))
+    expected = np.concatenate([short, longer[:, 10:]], axis=1)[:, prompt_len - 1 :]
+    np.testing.assert_array_equal(tokens[:, prompt_len:], expected)
 
 
 def traced(cfg):
