@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import click
-import jax
 import optax
 
 from meshpar.data.source import DataSource, Source
 from meshpar.layers.precision import Precision
 from meshpar.optim.averages import ema
+from meshpar.optim.matrix_dims import decayed
 from meshpar.optim.moments import DTYPES, low_precision_moments, offload_state
 from meshpar.optim.orthogonalized import matrices, muon
+from meshpar.optim.per_layer import per_layer
 from meshpar.optim.rounding import stochastic_rounding
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
@@ -47,7 +48,6 @@ from meshpar.sharding.types import (
     AnyMesh,
     MeshparError,
     Names,
-    PyTree,
     check_bool,
     check_choice,
     check_divides,
@@ -57,7 +57,6 @@ from meshpar.sharding.types import (
     named,
     near,
     near_or,
-    path_str,
     problem,
 )
 from meshpar.training.lora import Lora
@@ -96,8 +95,8 @@ class Optimizer(Protocol):
 class AdamW:
     """optax's AdamW with warm-up, a schedule and clipping (Loshchilov & Hutter 2019).
 
-    Weight decay applies to all parameters except those named `scale` or `bias`, and those with fewer than two
-    dimensions, not counting `layers`.
+    Weight decay applies to the parameters that `meshpar.optim.matrix_dims.decayed` selects: those with at least two
+    dims, not counting dims that stack layers or experts, that are not called `scale` or `bias`.
     """
 
     lr: float = 3e-4
@@ -189,7 +188,7 @@ class AdamW:
             b2=self.b2,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            mask=functools.partial(decayed, names=names),
+            mask=decayed(names),
         )
 
 
@@ -228,7 +227,7 @@ class Muon(AdamW):
             adam_b1=self.b1,
             adam_b2=self.b2,
             adam_weight_decay=self.weight_decay,
-            adam_weight_decay_mask=functools.partial(decayed, names=names),
+            adam_weight_decay_mask=decayed(names),
             muon_weight_dimension_numbers=matrices(names),
             consistent_rms=self.rms,
             share=self.share,
@@ -241,21 +240,16 @@ class Optax:
 
     make: Callable[[int], optax.GradientTransformation]
     """Function that receives the number of steps and returns the optimizer."""
+    per_layer: bool = False
+    """Apply the optimizer to each layer and expert of a stack, as in `mp.optim.per_layer`."""
+
+    def __post_init__(self) -> None:
+        check_bool("Optax", "the optimizer is applied to each layer", per_layer=self.per_layer)
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
         check_takes("Optax.make", self.make, ("steps",), "make=lambda steps: ...", name=named(self.make))
-        return self.make(steps)
-
-
-def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
-    """Return the mask of parameters with weight decay, as described in `AdamW`."""
-
-    def is_decayed(key_path: Any, leaf: Any) -> bool:
-        path = path_str(key_path)
-        num_stacked = sum(name == "layers" for name in names.get(path, ()))
-        return leaf.ndim - num_stacked >= 2 and path.rpartition("/")[2] not in ("scale", "bias")
-
-    return jax.tree_util.tree_map_with_path(is_decayed, params)
+        tx = self.make(steps)
+        return per_layer(tx, names) if self.per_layer else tx
 
 
 # ---- The recipe ------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class Transformer(nnx.Module):
             if cfg.num_dense_layers:
                 # The dense layers have a different structure than the MoE layers, so they are a separate stack. It does
                 # not have the name `layers`, so it is not distributed over pipeline stages: the first stage runs it.
-                self.dense_layers = _stacked_blocks(cfg, cfg.num_dense_layers, False, None, rngs)
+                self.dense_layers = _stacked_blocks(cfg, cfg.num_dense_layers, False, "dense_layers", rngs)
             rest = cfg.num_layers - cfg.num_dense_layers
             self.layers = _stacked_blocks(cfg, rest, cfg.moe is not None, "layers", rngs)
             self.final_norm = nnx_norm(cfg, rngs, in_layers=False)
@@ -343,9 +343,7 @@ def embedding_init() -> Initializer:
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
-def _stacked_blocks(
-    cfg: TransformerConfig, num_layers: int, has_experts: bool, name: str | None, rngs: nnx.Rngs
-) -> Block:
+def _stacked_blocks(cfg: TransformerConfig, num_layers: int, has_experts: bool, name: str, rngs: nnx.Rngs) -> Block:
     """Return a block whose parameters have a leading layer dim with this logical name."""
     stacked = nnx.vmap(
         lambda rngs: Block(cfg, has_experts=has_experts, rngs=rngs), transform_metadata={nnx.PARTITION_NAME: name}

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from meshpar.optim.averages import ema, ema_params
     from meshpar.optim.moments import low_precision_moments, offload_state
     from meshpar.optim.orthogonalized import muon
+    from meshpar.optim.per_layer import per_layer
     from meshpar.optim.rounding import stochastic_rounding
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["ema", "ema_params", "low_precision_moments", "muon", "offload_state", "stochastic_rounding"]
+__all__ = ["ema", "ema_params", "low_precision_moments", "muon", "offload_state", "per_layer", "stochastic_rounding"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from meshpar.optim.rounding import checked, in_bfloat16, random_bits
+from meshpar.optim.rounding import ROUNDING, checked, in_bfloat16, random_bits
 from meshpar.sharding.types import PyTree, near, problem
 
 DTYPES = ("bfloat16", "int8")
@@ -121,10 +121,11 @@ def _from_bytes(x: InBytes, dtype: Any) -> jax.Array:
 def _rounded(inner: PyTree, is_moment: PyTree, count: Any, dtype: str) -> RoundedState:
     round_to = _in_bytes if dtype == "int8" else in_bfloat16
     leaves, structure = jax.tree.flatten(inner)
-    rounded = [
-        round_to(x, random_bits(x.shape, count, index)) if rounds else x
-        for index, (x, rounds) in enumerate(zip(leaves, jax.tree.leaves(is_moment), strict=True))
-    ]
+    with jax.named_scope(ROUNDING):
+        rounded = [
+            round_to(x, random_bits(x.shape, count, index)) if rounds else x
+            for index, (x, rounds) in enumerate(zip(leaves, jax.tree.leaves(is_moment), strict=True))
+        ]
     return RoundedState(count, jax.tree.unflatten(structure, rounded))
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from meshpar.optim.matrix_dims import stack_dims
 from meshpar.sharding.context import current
-from meshpar.sharding.types import AnyMesh, Names, PyTree, axis_sizes, path_str, problem, spec_axes
+from meshpar.sharding.types import AnyMesh, Names, PyTree, axis_sizes, path_str, problem, scores_experts, spec_axes
 
 Dims: TypeAlias = optax.contrib.MuonDimensionNumbers
 """Dims of an array that are the rows of a matrix, and dims that are the columns. Other dims are batch dims."""
 Kernel: TypeAlias = Callable[..., Any]
-_BATCH_NAMES = ("layers", "expert")
 _ADAM_LEAVES = ("scale", "bias", "embedding")
 
 
@@ -68,10 +68,10 @@ def exchange(num_matrices: int, *, ranks: int, replicas: int = 1) -> tuple[Liter
 def matrices(names: Mapping[str, Names]) -> Callable[[PyTree], PyTree]:
     """Return the rule that selects the arrays for Muon and their matrix dims, by logical names.
 
-    Dims with the names `layers` and `expert` are batch dims. `head_dim` belongs to the heads dim before it. The
-    remaining dims must be a row dim and a column dim. Adam updates all other arrays: embedding tables, arrays with the
-    name `scale`, `bias` or `embedding`, and arrays without a row and a column dim (routers, whose experts are not
-    columns). An array with two dims and without names is a matrix.
+    Dims that stack layers or experts are batch dims. `head_dim` belongs to the heads dim before it. The remaining dims
+    must be a row dim and a column dim. Adam updates all other arrays: embedding tables, arrays with the name `scale`,
+    `bias` or `embedding`, routers, whose experts are not columns, and arrays without a row and a column dim. An array
+    with two dims and without names is a matrix.
 
     Args:
       names: names of parameters, by path: `{d.path: d.leaf.names for d in mp.shardings(model, mesh, strategy).params}`.
@@ -82,14 +82,15 @@ def matrices(names: Mapping[str, Names]) -> Callable[[PyTree], PyTree]:
 
     def dims_of(key_path: Any, x: Any) -> Dims | None:
         path = path_str(key_path)
-        dim_names = names.get(path, (None,) * x.ndim)
-        if path.rpartition("/")[2] in _ADAM_LEAVES or "vocab" in dim_names:
+        dim_names = names.get(path) or (None,) * x.ndim
+        if path.rpartition("/")[2] in _ADAM_LEAVES or "vocab" in dim_names or scores_experts(dim_names):
             return None
+        stacked = stack_dims(dim_names)
         sides: list[list[int]] = []
         for dim, name in enumerate(dim_names):
             if name == "head_dim" and sides:
                 sides[-1].append(dim)
-            elif name not in _BATCH_NAMES:
+            elif dim not in stacked:
                 sides.append([dim])
         return Dims(*map(tuple, sides)) if len(sides) == 2 else None
 

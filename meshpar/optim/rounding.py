@@ -14,6 +14,8 @@ import optax
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import PyTree, problem, tree_leaves_with_paths
 
+ROUNDING = "rounding"
+"""Named scope of the conversion of moments to few bits."""
 _FIRST_PARAM = 2**31
 """Number of the first parameter in `random_bits`. Moments have smaller numbers, so their bits are independent."""
 

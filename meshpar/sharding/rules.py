@@ -28,6 +28,8 @@ from meshpar.sharding.types import (
 )
 
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
+UNSHARDED_NAMES = ("dense_layers",)
+"""Parameter names that need no rule. Stacks of dense layers before MoE layers are not distributed over stages."""
 ACTIVATION_NAMES = (
     "batch", "seq", "norm_seq", "act_embed", "act_heads", "act_kv_heads", "act_head_dim", "act_mlp", "act_vocab",
     "act_expert", "attn_seq", "attn_heads", "attn_kv_heads",
@@ -588,7 +590,7 @@ def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, path_rule: _Ru
 def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
     """Return the rule for a name. If the name refines another (`REFINES`), the axes of the other name come first."""
     rule, coarse = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
-    if rule is None and coarse is None and name not in rules.known:
+    if rule is None and coarse is None and name not in (*rules.known, *UNSHARDED_NAMES):
         other = f"write Rules({name}=...) with a mesh axis, or {name}=None to leave the dim unsharded"
         requested, fix = f"apply a rule for the logical name `{name}`", near_or(str(name), rules.names, other)
         raise problem(_dim_text(leaf, dim), requested, "no rule defines this name", fix, code="unknown-name")

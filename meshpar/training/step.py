@@ -40,6 +40,7 @@ from meshpar.layers.losses import (
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.layers.scan import is_part
+from meshpar.optim.per_layer import check_stacks
 from meshpar.optim.rounding import lost_updates, rounds_stochastically
 from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
@@ -163,6 +164,8 @@ class TrainStep(_Program):
     def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         _check_parameters(setup, self.options.precision)
         check_setup(setup, self.options)
+        names = {decision.path: decision.leaf.names for decision in setup.table.params}
+        check_stacks(setup.tx, setup.trained(setup.layout.variables.params), setup.layout.opt_state, names)
         _check_precision_rules(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")

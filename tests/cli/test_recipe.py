@@ -23,7 +23,6 @@ from meshpar.cli.recipe import (
     Sample,
     breaks_resuming,
     changes,
-    decayed,
     defaults_of,
     load_recipe,
     override,
@@ -32,6 +31,7 @@ from meshpar.cli.recipe import (
 from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.config import RopeScaling
+from meshpar.optim.matrix_dims import decayed
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -446,7 +446,7 @@ def test_weight_decay_excludes_norms():
         "layers": {"up": {"kernel": True, "bias": False}, "norm": {"scale": False}},
         "gain": False,
     }
-    assert decayed(params, names) == wanted
+    assert decayed(names)(params) == wanted
     tx = AdamW(lr=0.5, schedule="constant", weight_decay=0.1, clip_norm=None).build(steps=1, names=names)
     zeros = {path: jnp.zeros_like(x) for path, x in params["layers"]["up"].items()}
     updates, _ = tx.update({"up": zeros}, tx.init({"up": params["layers"]["up"]}), {"up": params["layers"]["up"]})

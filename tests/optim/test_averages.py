@@ -91,6 +91,23 @@ def test_averages_are_restored_as_parameters(wrapped, trainable, tmp_path):
             np.testing.assert_array_equal(x, expected[kind].params[path], err_msg=path)
 
 
+def test_restored_averages_have_the_dtype_of_the_parameters(tmp_path):
+    precision = mp.Precision(params="bfloat16")
+    tx, layout = (
+        mp.ema(mp.optim.stochastic_rounding(optax.sgd(0.1)), DECAY),
+        (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0)),
+    )
+    _, state, _ = trained(tx, *layout, steps=1, precision=precision)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        restored = checkpoints.restore(state.setup, weights_only="averaged").state
+    expected = mp.ema_params(state)
+    for path, x in expected.params.items():
+        assert restored.params[path].dtype == x.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(restored.params[path], x, err_msg=path)
+        assert (x != state.params[path]).any(), path
+
+
 def test_averages_of_bfloat16_parameters_are_float32():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
     tx = mp.ema(optax.sgd(1.0), 0.999)

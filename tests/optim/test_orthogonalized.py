@@ -90,12 +90,14 @@ def updates_of(tx, params, spec=None, **axes):
         (3, P(None, "fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # fewer than ranks, both sides sharded
         (9, P(None, None, "fsdp"), {"data": 2, "fsdp": 4}),  # more than ranks, replicas share the work
         (1, P(None, "fsdp", None), {"fsdp": 4}),  # gathered
+        (16, P("expert", None, "fsdp"), {"expert": 2, "fsdp": 4}),  # ranks of `expert` have different matrices
         grid=[
             (3, P(None, "fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),
             (9, P(None, None, "fsdp"), {"data": 2, "fsdp": 4}),
             (1, P(None, "fsdp", None), {"fsdp": 4}),
             (1, P(None, "tensor", "fsdp"), {"fsdp": 4, "tensor": 2}),
             (3, P(None, ("tensor", "fsdp"), None), {"fsdp": 4, "tensor": 2}),
+            (16, P("expert", None, "fsdp"), {"expert": 2, "fsdp": 4}),
             (8, P(), {"data": 8}),  # replicated: each rank orthogonalizes a matrix
             (8, P("fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # layers are sharded, too
             (8, P("fsdp"), {"fsdp": 8}),  # no communication

@@ -246,9 +246,10 @@ def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
-    """Return the parameters with the first dim of unnamed stacks named `layers`.
+    """Return the parameters with the first dim of other stacks named `layers`.
 
-    A stack is a top-level module with at least two leaves, whose first dims are all unnamed and have the same size.
+    Such a stack is a top-level module with at least two leaves, whose first dims all have the same size and the name
+    `dense_layers` or no name.
     """
     modules: dict[str, list[Leaf]] = {}
     for decision in params:
@@ -256,7 +257,9 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
 
     def named(decision: Decision) -> Decision:
         leaf, leaves = decision.leaf, modules[decision.path.partition("/")[0]]
-        is_unnamed = all(len(other.shape) > 1 and (other.names or ("",))[0] is None for other in leaves)
+        is_unnamed = all(
+            len(other.shape) > 1 and (other.names or ("",))[0] in (None, "dense_layers") for other in leaves
+        )
         is_same_size = len({other.shape[:1] for other in leaves}) == 1 < len(leaves)
         if not (is_unnamed and is_same_size and max(len(other.shape) for other in leaves) > 2):
             return decision
