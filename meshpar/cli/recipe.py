@@ -43,6 +43,7 @@ from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_file, check_unicode
 from meshpar.sharding.mesh import MeshSpec
+from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     AnyMesh,
@@ -279,6 +280,7 @@ class Sample:
         check_unicode(self.prompt, "Sample.prompt")
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Description of a training run. A recipe file has a function `recipe()` that returns one."""

@@ -557,7 +557,7 @@ def _run_description(recipe: Recipe, setup: Setup, source: Source, folder: RunFo
         "devices": f"{setup.mesh.size} × {setup.mesh.devices.flat[0].device_kind}",
         "mesh": human_mesh(setup.table.mesh),
         "strategy": setup.strategy.label,
-        "parameters": f"{totals.num_params:,}",
+        "parameters": setup.table.parameters_text.replace(" parameters", ""),
         "per device": ", ".join(f"{name} {human_bytes(size)}" for name, size in per_device.items()),
         "data": _data_line(source.describe()),
         **({"copies of files": str(remote.cache_folder())} if has_urls else {}),

@@ -20,10 +20,12 @@ from meshpar.sharding.context import ambient, current, within
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
+from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, check_choice, problem
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of a training step, as names such as "float32" or "bfloat16".

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
@@ -115,3 +119,18 @@ def table(
         else:
             result.add_section()
     return result
+
+
+def with_field_docs(cls: type[T]) -> type[T]:
+    """Append the docstrings of the fields of a dataclass to the docstring of the class, so that `help` shows them."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    lines = ["", "", "Fields:"]
+    for field, doc in itertools.pairwise(node.body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(doc, ast.Expr):
+            continue
+        if isinstance(field.target, ast.Name) and isinstance(doc.value, ast.Constant):
+            text = textwrap.indent(inspect.cleandoc(str(doc.value.value)), "    ").lstrip()
+            lines.append(f"  {field.target.id}: {text}")
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + "\n".join(lines)
+    return cls

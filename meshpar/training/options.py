@@ -9,11 +9,13 @@ from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import LossIs
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.remat import check_remat
+from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.types import check_choice, check_positive_int, problem
 
 ReduceGradients: TypeAlias = Literal["each_microbatch", "once_across_groups", "once"]
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of a training step: the keyword arguments of `train_step` and the field `step` of a recipe.

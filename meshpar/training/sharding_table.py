@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -88,6 +88,13 @@ class ShardingTable(Printed):
             host_bytes=sum(d.bytes_per_device for d in self.optimizer if d.is_on_host),
         )
 
+    @property
+    def parameters_text(self) -> str:
+        """The number of parameters, and of trained parameters if some are frozen."""
+        total = sum(d.leaf.size for d in self.params)
+        trained = sum(d.leaf.size for d in self.params if d.leaf.is_trained)
+        return f"{total:,} parameters" + f", {trained:,} trained ({trained / total:.2%})" * (trained < total)
+
     def __getitem__(self, path: str) -> Decision:
         decision = next((d for d in self.params if d.path == path), None)
         if decision is None:
@@ -118,7 +125,7 @@ class ShardingTable(Printed):
         totals = self.totals
         table = Table(
             title=f"mesh {human_mesh(self.mesh)} · {self.strategy}",
-            caption=f"{totals.num_params:,} parameters · per device: params {human_bytes(totals.params_bytes)}, "
+            caption=f"{self.parameters_text} · per device: params {human_bytes(totals.params_bytes)}, "
             f"grads {human_bytes(totals.grads_bytes)}, optimizer {human_bytes(totals.optimizer_bytes)}, "
             f"state {human_bytes(totals.state_bytes)}"
             + f", on the host {human_bytes(totals.host_bytes)}" * bool(totals.host_bytes)
@@ -131,13 +138,29 @@ class ShardingTable(Printed):
         for column in ("path", "shape", "dtype", "names", "rule", "spec"):
             table.add_column(column, overflow="fold")
         table.add_column("per device", justify="right", no_wrap=True)
+        groups: dict[tuple[str, ...], list[str]] = {}
         for d in self.params:
             shape = "×".join(map(str, d.leaf.shape)) or "scalar"
             names = "" if d.leaf.names is None else ", ".join(name or "–" for name in d.leaf.names)
             rule = d.rule if d.leaf.is_trained else f"{d.rule}; frozen"
-            cells = (d.path, shape, d.leaf.dtype.name, names, rule, spec_text(d.spec))
-            table.add_row(*map(Text, cells), human_bytes(d.bytes_per_device))
+            cells = (shape, d.leaf.dtype.name, names, rule, spec_text(d.spec), human_bytes(d.bytes_per_device))
+            groups.setdefault((re.sub(r"\d+", "#", d.path), *cells), []).append(d.path)
+        for (_, *columns, size), paths in groups.items():
+            for count, path in _folded(paths):
+                table.add_row(*map(Text, (path, *columns, f"{count} × {size}" if count > 1 else size)))
         return table
+
+
+def _folded(paths: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield (1, path) for each path, or (12, `layers/0…11/up`) if they differ only in a number without gaps."""
+    numbers = [re.findall(r"\d+", path) for path in paths]
+    varying = [i for i, values in enumerate(zip(*numbers, strict=True)) if len(set(values)) > 1]
+    values = sorted(int(number[varying[0]]) for number in numbers) if len(varying) == 1 else []
+    if not values or values != list(range(values[0], values[0] + len(paths))):
+        yield from ((1, path) for path in paths)
+        return
+    position = list(re.finditer(r"\d+", paths[0]))[varying[0]]
+    yield len(paths), f"{paths[0][: position.start()]}{values[0]}…{values[-1]}{paths[0][position.end() :]}"
 
 
 def spec_text(spec: PartitionSpec) -> str:

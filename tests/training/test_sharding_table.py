@@ -274,6 +274,21 @@ def test_printed_table_shows_all_leaves_and_totals(table):
     assert "\x1b" not in text
 
 
+def test_printed_table_folds_equal_layers_and_counts_trained_parameters():
+    params = {f"blocks/{i}/up": (16, 64) for i in range(12)} | {"blocks/12/up": (16, 32), "a1/b1": (8,), "a2/b2": (8,)}
+    model = mp.from_functions(lambda key: {path: jnp.zeros(shape) for path, shape in params.items()}, lambda p, x: x)
+    text = str(mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=64), trainable=r"blocks/[0-3]/up"))
+    rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines() if "float32" in line]
+    assert [(row.split()[0], row.rpartition("fsdp")[2] if "up" in row else row[-4:]) for row in rows] == [
+        ("a1/b1", "32 B"),
+        ("a2/b2", "32 B"),
+        ("blocks/0…3/up", " 4 × 512 B"),
+        ("blocks/4…11/up", " 8 × 512 B"),
+        ("blocks/12/up", " 256 B"),
+    ]
+    assert "12,816 parameters, 4,096 trained (31.96%)" in text
+
+
 def test_specs_for_people():
     assert spec_text(P("fsdp", None, ("data", "tensor"))) == "fsdp, –, data×tensor"
     assert spec_text(P()) == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -462,6 +464,12 @@ def test_batch_dtypes_are_checked_in_every_call():
     assert float(metrics["some"]) == ROWS
     with pytest.raises(mp.MeshparError, match="batch leaf `tiny` of dtype object"):
         step(state, make_batch(0) | more | {"tiny": np.array([None] * ROWS)})
+
+
+def test_help_shows_the_meaning_of_each_option():
+    for cls in (mp.StepOptions, mp.Precision, mp.Recipe):
+        text = inspect.getdoc(cls)
+        assert all(re.search(rf"^  {field.name}: \w", text, re.MULTILINE) for field in dataclasses.fields(cls)), cls
 
 
 def test_missing_batch_key_is_an_error_that_lists_the_keys():
