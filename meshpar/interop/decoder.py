@@ -102,6 +102,8 @@ def read_moe(where: str, document: Mapping[str, Any], values: dict[str, Any]) ->
     """
     coefficient = document.get("router_aux_loss_coef")
     coefficient = typed(where, "router_aux_loss_coef", 0.001 if coefficient is None else coefficient, float)
+    if coefficient < 0:
+        raise bad_value(where, "router_aux_loss_coef", coefficient, "it must be at least 0")
     is_on = typed(where, "output_router_logits", document.get("output_router_logits") or False, bool)
     in_layer = coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)
     values["moe.auxiliary_weight"] = in_layer if is_on else 0.0

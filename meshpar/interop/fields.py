@@ -148,8 +148,10 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
                 raise bad_value(where, path, values, "it must be a list of numbers", code="wrong-type")
             return tuple(typed(where, path, value, float) for value in values)
 
-        longest = typed(where, "max_position_embeddings", document.get("max_position_embeddings", length), int)
+        longest = positive(where, "max_position_embeddings", document.get("max_position_embeddings", length))
         factor = number("factor", longest / max(length, 1))
+        if factor <= 0:
+            raise bad_value(where, "rope_scaling.factor", factor, "it must be above 0")
         rotated = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
         long = LongRope(
             short_factor=factors("short_factor"),

@@ -186,6 +186,10 @@ class LayerKind:
             _check_positions(f"LayerKind({name}=...)", size)
         if self.rope_theta is not None:
             check_number("LayerKind", "10_000.0, or None", rope_theta=self.rope_theta)
+            if not self.has_rope:
+                where, reason = "LayerKind(rope_theta=...)", "without rotary embeddings it has no effect"
+                fix = "omit it, or use has_rope=True"
+                raise problem(where, f"be {self.rope_theta} with has_rope=False", reason, fix, code="conflict")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -368,6 +372,10 @@ class TransformerConfig:
              "latent attention has no qk_l2_norm, query_scaling or chunks", "omit them", "unsupported-feature"),
             (latent and self.attention_scale, "attention_scale", "latent attention has its own scale", "omit it",
              "conflict"),
+            (self.query_scaling and all(kind.has_rope for kind in self.kinds), "query_scaling",
+             "all layers have rotary embeddings, so it has no effect", "omit it, or set layer_pattern", "conflict"),
+            (self.qk_l2_norm and not any(kind.has_rope for kind in self.kinds), "qk_l2_norm",
+             "no layer has rotary embeddings, so it has no effect", "omit it", "conflict"),
             (self.layer_pattern and self.attention_window, "attention_window",
              "the kinds of layer_pattern have their own windows", "omit one of them", "conflict"),
             (latent and self.num_kv_heads != heads, "num_kv_heads", "with latent attention it must equal num_heads",

@@ -236,6 +236,13 @@ def test_exports_of_runs_have_the_dtype_and_the_token_ids_of_the_source(tmp_path
         to_hf(state, dataclasses.replace(config_of(source), source=str(kept)), tmp_path / "none")
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_negative_router_coefficients_are_rejected(is_on):
+    document = golden("mixtral")[0] | {"router_aux_loss_coef": -0.02, "output_router_logits": is_on}
+    with raises("unsupported-feature", "router_aux_loss_coef"):
+        described(document)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_roundtrips(kind):
     document, *_ = golden(kind)

@@ -21,6 +21,7 @@ from tests.interop.test_block_fp8 import folders
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 FIRST = "model-00001-of-00002.safetensors"
 NAME = "model.embed_tokens.weight"
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 3.0]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -51,6 +52,14 @@ def moved(to: str) -> Any:
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": ["x"]}},
             "wrong-type",
             "`rope_scaling.long_factor`",
+        ),
+        (CONFIG, {"rope_scaling": {**LONG, "factor": 0}}, "unsupported-feature", "`rope_scaling.factor`"),
+        (CONFIG, {"rope_scaling": {**LONG, "factor": -4.0}}, "unsupported-feature", "`rope_scaling.factor`"),
+        (
+            CONFIG,
+            {"rope_scaling": LONG, "max_position_embeddings": -8},
+            "unsupported-feature",
+            "`max_position_embeddings`",
         ),
         (CONFIG, {"hidden_size": 32}, "wrong-shape", "weight`"),
         (CONFIG, {"hidden_size": "16"}, "wrong-type", "`hidden_size`"),

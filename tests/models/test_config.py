@@ -102,6 +102,7 @@ def test_config_rejects(change, code, where):
         (RopeScaling, {"factor": float("nan")}, "out-of-range"),
         (LongRope, {"short_factor": 1.0, "long_factor": (1.0,), "original_seq_len": 8}, "wrong-type"),
         (LayerKind, {"window": 2**40}, "out-of-range"),
+        (LayerKind, {"has_rope": False, "rope_theta": 50.0}, "conflict"),
         (YarnScaling, {"factor": "8", "original_seq_len": 8}, "out-of-range"),
         (YarnScaling, {"factor": 0.5, "original_seq_len": 8}, "out-of-range"),
         (YarnScaling, {"factor": 2.0, "original_seq_len": 8, "beta_fast": 0.5}, "out-of-range"),

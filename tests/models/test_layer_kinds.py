@@ -13,7 +13,15 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.model_flops import model_flops
-from meshpar.models import LayerKind, LongRope, RopeScaling, TransformerConfig, generate, next_token_loss
+from meshpar.models import (
+    LayerKind,
+    LongRope,
+    QueryScaling,
+    RopeScaling,
+    TransformerConfig,
+    generate,
+    next_token_loss,
+)
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
@@ -154,6 +162,8 @@ def test_expected_collectives_match(name, case):
     [
         ({"layer_pattern": [LayerKind()]}, "wrong-type", "layer_pattern"),
         ({"layer_pattern": KINDS, "attention_window": 3}, "conflict", "attention_window"),
+        ({"query_scaling": QueryScaling()}, "conflict", "query_scaling"),
+        ({"qk_l2_norm": True, "layer_pattern": (LayerKind(has_rope=False),)}, "conflict", "qk_l2_norm"),
         ({"attention_scale": 0.0}, "out-of-range", ""),
         ({"rotary_dim": 6}, "out-of-range", "rotary_dim"),
         ({"rope_long": LongRope(short_factor=(1.0,), long_factor=(1.0,), original_seq_len=8)}, "wrong-shape", "rope_l"),

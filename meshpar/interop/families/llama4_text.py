@@ -59,7 +59,9 @@ def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) 
     kinds = LayerKind(has_rope=False), LayerKind(chunk=chunk)
     decoder.set_kinds(values, [kinds[has] for has in has_rope])
     is_scaled = document.get(_SCALED[0])  # a number in some releases
-    if is_scaled is None or typed(where, _SCALED[0], is_scaled, bool if isinstance(is_scaled, bool) else int):
+    is_scaled = is_scaled is None or typed(where, _SCALED[0], is_scaled, bool if isinstance(is_scaled, bool) else int)
+    values["qk_l2_norm"] = values["qk_l2_norm"] and any(has_rope)
+    if is_scaled and not all(has_rope):
         interval, factor = field(_SCALED[1], 8192, int), field(_SCALED[2], 0.1, float)
         values["query_scaling"] = QueryScaling(interval=interval, factor=factor)
     values |= {"moe.gates_inputs": True, "moe.shared_experts": 1}
