@@ -78,8 +78,10 @@ class Value:
     is_sum: bool = False
     """True if the array is a sum over all examples, and linear in the terms of each."""
     is_zero: bool = False
+    divisor: float = 1.0
+    """Constant by which a sum over the examples was divided, or 1 if it is unknown."""
     known: np.ndarray | None = None
-    """The integers of a small constant array."""
+    """The value of a small constant array of integers, or of a constant scalar."""
     columns: tuple[np.ndarray | None, ...] = ()
     """Known parts of a concatenation along the last dim, each of size 1 in that dim."""
     is_routed: bool = False
@@ -117,6 +119,8 @@ class Examination(NamedTuple):
     """Operations in stacked layers that combine examples, or may do so."""
     combinations: tuple[Combination, ...]
     """All operations that combine examples, including sums."""
+    divisor: float = 1.0
+    """Constant by which the total, a sum over examples, was divided."""
 
     @property
     def combined(self) -> Combined | None:
@@ -136,7 +140,8 @@ def examine(jaxpr: core.ClosedJaxpr, args: Sequence[Value]) -> Examination:
     values = flow.run(needed, [_constant(x) for x in jaxpr.consts], args)
     outputs = tuple(value.combined or _not_a_sum(value) for value in values)
     in_layers = tuple(x for x in flow.all_combined if x.in_layers)
-    return Examination(outputs, in_layers, tuple(flow.found.values()))
+    divisor = values[0].divisor if values else 1.0
+    return Examination(outputs, in_layers, tuple(flow.found.values()), divisor)
 
 
 def _not_a_sum(value: Value) -> Combined | None:
@@ -156,7 +161,7 @@ def _constant(x: Any) -> Value:
     array = np.asarray(x)
     is_uniform = [size > 0 and bool((array == array.take([0], dim)).all()) for dim, size in enumerate(shape)]
     dims = (dim_of(size, UNIFORM if same else VARYING) for size, same in zip(shape, is_uniform, strict=True))
-    return Value(tuple(dims), is_zero=not array.any(), known=array if _is_exact(dtype) else None)
+    return Value(tuple(dims), is_zero=not array.any(), known=array if _is_exact(dtype) or not shape else None)
 
 
 def _is_exact(dtype: Any) -> bool:
@@ -367,7 +372,10 @@ def _multiply(flow: _Flow, eqn: Any, operands: Sequence[Value]) -> Value:
         is_scaled = first.is_sum != second.is_sum and (first.is_sum or eqn.primitive.name == "mul")
         if not is_scaled or any(x.examples for x in operands):
             _check_no_sum(eqn, operands)
-        return Value(dims, is_sum=True)
+        total, factor = (first, second) if first.is_sum else (second, first)
+        constant = 1.0 if factor.known is None or np.ndim(factor.known) else float(factor.known)
+        divisor = total.divisor * (constant if eqn.primitive.name == "div" else 1 / (constant or 1.0))
+        return Value(dims, is_sum=True, divisor=divisor)
     return Value(dims, known=_folded(eqn, operands))
 
 

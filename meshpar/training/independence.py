@@ -14,12 +14,13 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from meshpar.layers.example_flow import LAYERS, Combined, Examination, examine, per_example, varying
-from meshpar.layers.losses import SUM_OVER_PARTS, LossTerms, MeanLoss, ScalarLoss, SumLoss
+from meshpar.layers.losses import SUM_OVER_PARTS, EqualMean, LossTerms, MeanLoss, ScalarLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner
 from meshpar.parallel.batch import as_given, shape_of
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import tracing, within
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import replicated
 from meshpar.sharding.types import PyTree, path_str, problem
 from meshpar.training.options import StepOptions
@@ -59,6 +60,8 @@ def arrays_of(terms: LossTerms) -> tuple[jax.Array, ...]:
     loss = terms.loss
     if isinstance(loss, MeanLoss):
         return loss.total, loss.weight  # type: ignore[return-value]
+    if isinstance(loss, EqualMean) and loss.weight is not None:
+        return (loss.value * loss.weight,)
     return (loss.total if isinstance(loss, SumLoss) else loss.value,)
 
 
@@ -127,9 +130,31 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
     if divided is None:
         divided = f"train_step(interleave={options.interleave})"
         combined = min(result.in_layers, key=lambda x: x.kind, default=None)
+    elif combined is None and options.loss_is is None and result.divisor > 1:
+        _check_not_a_mean(loss_fn, options, state, batch, result.divisor, divided)
     if combined is None or (combined.kind == "undecided" and options.loss_is is not None):
         return
     raise _refusal(combined, divided, is_weight=combined in result.outputs[1:])
+
+
+def _check_not_a_mean(
+    loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divisor: float, divided: str
+) -> None:
+    """Check that the total was not divided by the number of examples, which a second trace shows."""
+    rules, given = state.setup.strategy.activations, as_given(jax.tree.map(shape_of, batch))
+    sizes = {x.shape[0] for x in jax.tree.leaves(given) if x.shape}
+    if not any(divisor % size == 0 for size in sizes if size > 1):
+        return
+
+    def double(path: Any, x: Any) -> Any:
+        is_kept = not x.shape or rules.input_rule(path_str(path)) is replicated
+        return x if is_kept else jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
+
+    doubled = examined(loss_fn, options, state, jax.tree_util.tree_map_with_path(double, given))
+    reason = f"the total is divided by {divisor:g}, which grows with the number of examples"
+    fix = "return the sum as the total: mp.MeanLoss(losses.sum(), losses.size)"
+    case = doubled.divisor == 2 * divisor, reason, fix
+    check_cases(f"MeanLoss or SumLoss, under {divided}", "add the totals of parts of the batch", "ambiguous-loss", case)
 
 
 def _refusal(combined: Combined, divided: str, *, is_weight: bool) -> Exception:

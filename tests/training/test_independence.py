@@ -144,6 +144,31 @@ def test_weight_that_is_not_a_sum_is_refused():
     assert "mask.sum()" in error.value.fix
 
 
+MEANS = {
+    "a mean with its size": lambda errors: mp.MeanLoss(errors.mean(), errors.size),
+    "a mean with a sum of weights": lambda errors: mp.MeanLoss(errors.mean(), (errors >= 0).sum()),
+    "a mean as a sum": lambda errors: mp.SumLoss(errors.mean()),
+}
+SUMS = {
+    "half of a sum": lambda errors: mp.MeanLoss(errors.sum() / 2, errors.size),
+    "a mean over features": lambda errors: mp.MeanLoss(errors.mean(-1).sum(), len(errors)),
+    "a sum divided by its features": lambda errors: mp.MeanLoss(errors.sum() / 16, len(errors)),
+}
+
+
+@pytest.mark.parametrize("name", [*MEANS, *SUMS])
+def test_total_that_is_a_mean_is_refused(name):
+    def loss(model, batch, key):
+        u, _ = model(batch["x"], batch["y"])
+        return {**MEANS, **SUMS}[name](u**2), {}
+
+    if name in MEANS:
+        with raises("ambiguous-loss"):
+            one_step(mp.ddp(), loss, accumulate=2)
+    else:
+        assert one_step(mp.ddp(), loss, accumulate=2) == pytest.approx(one_step(mp.ddp(), loss), rel=1e-5)
+
+
 def test_interleave_refuses_layers_that_combine_examples():
     def init(key):
         return {"layers": {"w": jax.random.normal(key, (2, 8, 8))}}
