@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -150,6 +151,22 @@ def test_rows_of_documents_have_the_loss_and_gradient_of_the_documents(monkeypat
         for attention in ("xla", "blockwise", "cudnn"):
             found = loss_and_gradient(attention, row)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@functools.cache
+def documents():
+    """Return `TextData` rows of documents, and the loss and parameters after a step on a single device."""
+    tokens = np.random.default_rng(0).integers(0, 5, ROWS * SEQ + 1).astype(np.uint8)
+    rows = Windows(tokens, SEQ, name="training set", separator_id=0).read(np.arange(ROWS))
+    return rows, after_a_step(config(attention="xla"), MESHES["one"], rows)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", cases("fsdp|tensor", grid=MESHES))
+def test_rows_of_documents_match_a_single_device(case):
+    rows, expected = documents()
+    assert rows["segments"].max() > 1
+    assert_equal(after_a_step(config(attention="blockwise"), MESHES[case], rows), expected)
 
 
 @pytest.mark.parametrize(
