@@ -184,7 +184,10 @@ UNSUPPORTED = {
 def test_stages_refuse_early_uses_of_aux(name):
     loss, build, where = UNSUPPORTED[name]
     with raises("unsupported-feature", where):
-        lower(mp.from_nnx(lambda rngs: build(rngs)), {"microbatches": 4}, loss=loss, batch=balanced_batches()[0])
+        lower(
+            mp.from_nnx(lambda rngs: build(rngs)), {"microbatches": 4}, loss=loss, batch=balanced_batches()[0],
+            loss_is="sum_over_parts",
+        )  # fmt: skip
 
 
 # ---- Errors, models without names, and checkpoints -------------------------------------------------------------------
