@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshpar.loop.checkpoint import Checkpoints
     from meshpar.loop.fit import fit
     from meshpar.loop.verify import verify
-    from meshpar.optim.averages import ema, ema_params
+    from meshpar.optim.averages import ema, ema_params, eval_params
     from meshpar.optim.orthogonalized import muon
     from meshpar.parallel import (
         Quantize,
@@ -74,9 +74,10 @@ __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model",
     "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "StepOptions",
     "Strategy", "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "check_finite", "collectives",
-    "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel",
-    "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hooks", "hsdp",
-    "init_state", "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline",
-    "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch",
-    "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
+    "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_params", "eval_step",
+    "expert_parallel", "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
+    "hooks", "hsdp", "init_state", "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names",
+    "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated",
+    "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2",
+    "zero3",
 ]  # fmt: skip

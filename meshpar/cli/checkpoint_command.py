@@ -108,8 +108,8 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     """Write the parameters of any model to safetensors files in a new folder DIR, named by their paths.
 
     For example: `meshpar checkpoint export runs/gpt_stdlib exported --dtype bfloat16`. No recipe or mesh is needed.
-    The optimizer state is not exported. Each array is checked against its fingerprint. To load a model in transformers,
-    use `meshpar convert to-hf`.
+    The optimizer state is not exported, but its averages replace the parameters, as in `mp.eval_params`. Each array is
+    checked against its fingerprint. To load a model in transformers, use `meshpar convert to-hf`.
     """
     prepare_devices(1)
     import jax.numpy as jnp

@@ -73,7 +73,7 @@ from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
 from meshpar.loop.run_folder import RunFolder, run_folder
 from meshpar.moe.load_metrics import Loads
-from meshpar.optim.averages import averages_of, ema_params
+from meshpar.optim.averages import eval_params
 from meshpar.sharding import remote
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_memory, check_name, is_url, read_json, replace_file
@@ -291,7 +291,6 @@ def _hooks(
     # Ten measurements in a short run, one per 100 steps in a long run.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla)
-    averaged = None if averages_of(setup.abstract.opt_state) is None else ema_params
     mixture = source if isinstance(source, MixedSource) else None
     batches = source.valid if mixture is None else mixture.valid_by_source
     weights = None if mixture is None else mixture.shares
@@ -311,7 +310,7 @@ def _hooks(
             validation,
             batches(setup.batch_sharding),
             every=recipe.validate_every or recipe.steps,
-            of=averaged,
+            of=eval_params,
             weights=weights,
         ),
         Checkpointer(
@@ -712,9 +711,9 @@ def continued(
 
 
 def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
-    """Continue the prompt of the recipe on the training mesh, with averaged parameters if the optimizer has them."""
+    """Continue the prompt of the recipe on the training mesh, with the parameters of `mp.eval_params`."""
     assert recipe.sample is not None
-    state = state if averages_of(state.opt_state) is None else ema_params(state)
+    state = eval_params(state)
     model = state.setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
     state = state.replace(params=cast_floating(merged_params(state), recipe.step.precision.compute))
     prompt, num_tokens, temperature = dataclasses.astuple(recipe.sample)

@@ -40,7 +40,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.loop.coordination import check_shared, this_pod
-from meshpar.optim.averages import averages_of
+from meshpar.optim.averages import averages_of, schedule_free_iterate, schedule_free_of
 from meshpar.sharding import remote
 from meshpar.sharding.context import apart
 from meshpar.sharding.host_resources import is_url
@@ -189,7 +189,7 @@ class Checkpoints:
           target: a concrete or abstract state, or its setup, with the arrays to read and their shardings.
           step: the step to read; by default the newest intact checkpoint. Newer damaged checkpoints cause a warning.
           weights_only: whether to read only the parameters and the other model variables, and to initialize the
-            optimizer state. With "averaged", the parameters are the averages of `mp.ema`, if the run has them.
+            optimizer state. With "averaged", the parameters are those of `mp.eval_params`.
 
         Returns:
           The restored state, or None if the folder has no checkpoints.
@@ -391,15 +391,14 @@ class Checkpoints:
             )
         _check_fits(stored, like, where)
         _check_alpha(run.get("lora_alpha"), setup, where)
-        dtypes = [x.dtype for x in like.values()]
-        if weights_only == "averaged" and run.get("averages"):
-            like = _averages_like(like, run)
-        arrays = _read_verified(self.folder / str(step), like, run, _concrete(setup)).values()
+        sources = {path: _eval_sources(run, path) if weights_only == "averaged" else [path] for path in like}
+        read = _sources_like(like, sources, run, setup)
+        arrays = _read_verified(self.folder / str(step), read, run, _concrete(setup))
         if not weights_only:
-            state = jax.tree.unflatten(jax.tree.structure(setup.abstract), arrays)
+            state = jax.tree.unflatten(jax.tree.structure(setup.abstract), arrays.values())
             return Restored(state=state, data_state=run["data_state"], step=step)
         structure = jax.tree.structure((setup.abstract.params, setup.abstract.extra))
-        weights = [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+        weights = [_combined([arrays[source] for source in sources[path]], x.dtype) for path, x in like.items()]
         params, extra = jax.tree.unflatten(structure, weights)
         return Restored(state=setup.begin(params, extra, 0), data_state=None, step=step)
 
@@ -495,12 +494,13 @@ def damage_of(folder: Any, step: int) -> str | None:
 
 
 def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
-    """Read an array of a checkpoint, unsharded, and check its fingerprint.
+    """Read an array of a checkpoint, unsharded, and check its fingerprint. Parameters are those of `mp.eval_params`.
 
     This needs no model, mesh or recipe. `index` is the return value of `read_index`, and `path` a key of
     `index["leaves"]`.
     """
-    return np.asarray(_read_on_first_device(folder, index, [path])[path])
+    arrays = _read_on_first_device(folder, index, _eval_sources(index, path))
+    return np.asarray(_combined([*arrays.values()], index["leaves"][path]["dtype"]))
 
 
 def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
@@ -563,15 +563,34 @@ def _leaves(state: TrainState) -> dict[str, Any]:
     return leaves
 
 
-def _averages_like(like: Mapping[str, Any], index: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace parameters by their averages in a dict of abstract arrays; frozen parameters have no averages."""
-    averages = {}
+def _eval_sources(index: Mapping[str, Any], path: str) -> list[str]:
+    """Return the paths of the arrays that determine the parameter of `mp.eval_params`, as inputs of `_combined`."""
+    name, leaves = path.removeprefix("params/"), index["leaves"]
+    average = f"{index.get('averages')}/{name}"
+    if path.startswith("params/") and average in leaves:  # frozen parameters have no averages
+        return [average]
+    for prefix in index.get("schedule_free", ()):
+        if path.startswith("params/") and f"{prefix}/z/{name}" in leaves:
+            return [path, f"{prefix}/z/{name}", f"{prefix}/b1"]
+    return [path]
+
+
+def _sources_like(
+    like: Mapping[str, Any], sources: Mapping[str, Sequence[str]], index: Mapping[str, Any], setup: Setup
+) -> dict[str, Any]:
+    """Return the abstract arrays to read. Averages and z are sharded like their parameters."""
+    arrays = {}
     for path, x in like.items():
-        average = f"{index['averages']}/{path.removeprefix('params/')}"
-        is_averaged = path.startswith("params/") and average in index["leaves"]
-        dtype = index["leaves"][average]["dtype"] if is_averaged else x.dtype
-        averages[average if is_averaged else path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    return averages
+        for source in sources[path]:
+            leaf = index["leaves"][source]
+            sharding = x.sharding if tuple(leaf["shape"]) == x.shape else setup.replicated_sharding
+            dtype = x.dtype if source == path else leaf["dtype"]
+            arrays[source] = jax.ShapeDtypeStruct(leaf["shape"], dtype, sharding=sharding)
+    return arrays
+
+
+def _combined(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    return (arrays[0] if len(arrays) == 1 else schedule_free_iterate(*arrays)).astype(dtype)
 
 
 def _path(keys: Iterable[Any]) -> str:
@@ -597,6 +616,9 @@ def _new_index(
         "strategy": state.table.strategy,
         "lora_alpha": None if state.setup.model.lora is None else state.setup.model.lora.alpha,
         "averages": averages and "/".join(filter(None, ("opt_state", _path(averages[0]), "average"))),
+        "schedule_free": [
+            "/".join(filter(None, ("opt_state", _path(keys)))) for keys, _ in schedule_free_of(state.opt_state)
+        ],
         "leaves": {
             path: {"shape": list(x.shape), "dtype": x.dtype.name, "fingerprint": fingerprint}
             for (path, x), fingerprint in zip(leaves.items(), fingerprints, strict=True)

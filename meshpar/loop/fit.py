@@ -479,7 +479,7 @@ class Validator(Hook):
       batches: a list, or an object that yields the same batches in each iteration; or a mapping of names to these. With
         a mapping, the metrics of an entry `web` have names such as `loss/web`, and `loss` is the weighted mean.
       every: steps between two validations; None validates after the last step only.
-      of: function from the training state to the state to evaluate, such as `mp.ema_params`.
+      of: function from the training state to the state to evaluate, such as `mp.eval_params`.
       weights: weights of the entries of a mapping, with the sum 1.
     """
 

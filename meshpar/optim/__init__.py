@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar.optim.averages import ema, ema_params
+    from meshpar.optim.averages import ema, ema_params, eval_params
     from meshpar.optim.moments import low_precision_moments, offload_state
     from meshpar.optim.orthogonalized import muon
     from meshpar.optim.per_layer import per_layer
@@ -13,4 +13,13 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["ema", "ema_params", "low_precision_moments", "muon", "offload_state", "per_layer", "stochastic_rounding"]
+__all__ = [
+    "ema",
+    "ema_params",
+    "eval_params",
+    "low_precision_moments",
+    "muon",
+    "offload_state",
+    "per_layer",
+    "stochastic_rounding",
+]

@@ -1,4 +1,4 @@
-"""Exponential moving averages of parameters, as part of the optimizer state."""
+"""Parameters for evaluation: moving averages and schedule-free iterates in the optimizer state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import optax
 from meshpar.optim.rounding import checked
 from meshpar.sharding.context import apart
 from meshpar.sharding.errors import check_cases
-from meshpar.sharding.types import PyTree
+from meshpar.sharding.types import PyTree, path_str, tree_leaves_with_paths
 
 if TYPE_CHECKING:
     from meshpar.training.state import TrainState
@@ -78,6 +78,60 @@ def averages_of(opt_state: PyTree) -> tuple[Any, EmaState] | None:
     """Return the key path and the state of `mp.ema` in an optimizer state, or None."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
     return next((leaf for leaf in leaves if isinstance(leaf[1], EmaState)), None)
+
+
+def schedule_free_of(opt_state: PyTree) -> list[tuple[Any, Any]]:
+    """Return the key path and the state of each `optax.contrib.schedule_free` in an optimizer state."""
+    kind = optax.contrib.ScheduleFreeState
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    return [leaf for leaf in leaves if isinstance(leaf[1], kind)]
+
+
+def schedule_free_iterate(params: Any, z: Any, b1: Any) -> jax.Array:
+    """Return the evaluation iterate x of `params = b1 x + (1 - b1) z`, in at least float32.
+
+    Source: Defazio et al. 2024, "The Road Less Scheduled", equation 9.
+    """
+    dtype = jnp.promote_types(params.dtype, jnp.float32)
+    params, z, b1 = (jnp.asarray(x, dtype) for x in (params, z, b1))
+    return (params - (1 - b1) * z) / b1
+
+
+@apart()
+def eval_params(state: TrainState) -> TrainState:
+    """Return the state with the parameters to evaluate, to sample from, or to export.
+
+    These are the averages of `mp.ema`, or the evaluation iterate of `optax.contrib.schedule_free`, which is more
+    accurate than the iterate at which the gradients are computed. For other optimizers the state is returned.
+    Continue training with the original state.
+
+    Args:
+      state: a state with any optimizer.
+
+    Example:
+      >>> metrics = eval_step(loss)(eval_params(state), batch)  # doctest: +SKIP
+    """
+    setup = state.setup
+    if averages_of(state.opt_state) is not None:
+        return ema_params(state)
+    if not schedule_free_of(state.opt_state):
+        return state
+
+    def evaluated(opt_state: PyTree, params: PyTree) -> PyTree:
+        iterates = {
+            path: (z, found.b1)
+            for _, found in schedule_free_of(setup.for_update((), opt_state)[1])
+            for path, z in tree_leaves_with_paths(found.z)
+        }
+
+        def iterate(key_path: Any, x: jax.Array) -> jax.Array:
+            path = path_str(key_path)
+            # A copy of other parameters, because the next step donates the original state.
+            return schedule_free_iterate(x, *iterates[path]).astype(x.dtype) if path in iterates else jnp.copy(x)
+
+        return jax.tree_util.tree_map_with_path(iterate, params)
+
+    return state.replace(params=setup.jit(evaluated, setup.shardings.params)(state.opt_state, state.params))
 
 
 @apart()

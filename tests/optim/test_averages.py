@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.loop.checkpoint import read_index, read_leaf
+from meshpar.optim.averages import schedule_free_of
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.training.test_optimizers import BATCH, MODEL, loss
@@ -89,6 +91,51 @@ def test_averages_are_restored_as_parameters(wrapped, trainable, tmp_path):
     for kind, params in restored.items():
         for path, x in params.items():
             np.testing.assert_array_equal(x, expected[kind].params[path], err_msg=path)
+
+
+def schedule_free(learning_rate=0.1):
+    return optax.contrib.schedule_free(optax.sgd(learning_rate), learning_rate, b1=0.9)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "trainable"),
+    [
+        (lambda tx: optax.chain(optax.clip(1.0), tx), "w|v"),
+        pytest.param(lambda tx: tx, None, marks=pytest.mark.matrix),
+        pytest.param(mp.optim.offload_state, None, marks=pytest.mark.matrix),
+        pytest.param(lambda tx: optax.masked(tx, {"w": True, "v": False, "b": True}), None, marks=pytest.mark.matrix),
+    ],
+)
+def test_schedule_free_evaluates_the_averaged_iterate(wrapped, trainable, tmp_path):
+    """x is computed on the host: with a constant learning rate it is the mean of z over the steps."""
+    tx, layout = wrapped(schedule_free()), (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0))
+    step, state, _ = trained(tx, *layout, steps=1, trainable=trainable)
+    iterates = [jax.device_get(schedule_free_of(state.opt_state)[0][1].z)]
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+        iterates.append(jax.device_get(schedule_free_of(state.opt_state)[0][1].z))
+    evaluated = mp.eval_params(state)
+    for path, x in evaluated.params.items():
+        is_averaged = (trainable is None or path != "b") and not isinstance(iterates[0][path], optax.MaskedNode)
+        expected = np.mean([z[path] for z in iterates], axis=0) if is_averaged else state.params[path]
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6, err_msg=path)
+        assert x.sharding.is_equivalent_to(state.params[path].sharding, x.ndim)
+    setup = mp.init_state(MODEL, optax.identity(), mesh=mesh_of(mp.MeshSpec(data=2)), strategy=mp.ddp(), key=1).setup
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        restored = checkpoints.restore(setup, weights_only="averaged").state.params
+        index = read_index(tmp_path, 4)
+    for path, x in evaluated.params.items():
+        np.testing.assert_allclose(restored[path], x, rtol=1e-6, atol=1e-7, err_msg=path)
+        np.testing.assert_allclose(read_leaf(tmp_path, index, f"params/{path}"), x, rtol=1e-6, atol=1e-7, err_msg=path)
+
+
+def test_eval_params_of_other_optimizers():
+    _, state, _ = trained(optax.sgd(0.1), mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), steps=1)
+    assert mp.eval_params(state) is state
+    _, state, _ = trained(mp.ema(schedule_free(), DECAY), mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), steps=2)
+    for path, x in mp.eval_params(state).params.items():
+        np.testing.assert_array_equal(x, mp.ema_params(state).params[path], err_msg=path)
 
 
 def test_restored_averages_have_the_dtype_of_the_parameters(tmp_path):
