@@ -78,7 +78,7 @@ FAULTS = (
     Fault("a loss over pairs is evaluated on parts", "training/step.py",
         "check_parts(self.loss_fn, options, state, batch, divided)", "pass",
         "training/test_independence.py loop/test_verify.py -k refuse or pairs"),
-    Fault("products of all pairs count as independent", "layers/example_flow.py",
+    Fault("products of all pairs count as independent", "layers/example_values.py",
         'raise MixedExamplesError("it combines all pairs of examples")', "pass", "layers/test_example_flow.py"),
     Fault("a weight of the model's outputs is taken for parts", "layers/losses.py",
         "if any(reads[:num_args]):", "if False:", "layers/test_losses.py -k outputs"),

@@ -13,7 +13,8 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
-from meshpar.layers.example_flow import LAYERS, Combined, Examination, examine, per_example, varying
+from meshpar.layers.example_flow import LAYERS, Examination, examine
+from meshpar.layers.example_values import Combined, per_example, varying
 from meshpar.layers.losses import SUM_OVER_PARTS, EqualMean, LossTerms, MeanLoss, ScalarLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from meshpar.layers.example_flow import examine, per_example, varying
+from meshpar.layers.example_flow import examine
+from meshpar.layers.example_values import per_example, varying
 
 B, D = 6, 8
 nats = optax.softmax_cross_entropy_with_integer_labels
@@ -29,6 +30,11 @@ def chosen_and_rejected(w, x, y, i):
     """The concatenated forward pass of Rafailov et al. 2023, Direct Preference Optimization."""
     rewards = (jnp.concatenate([x, y]) @ w).sum(-1)
     return jax.nn.log_sigmoid(rewards[:B] - rewards[B:]).sum()
+
+
+def in_a_scope_of_experts(w, x, y, i):
+    with jax.named_scope("moe"):
+        return (x - x.mean(0)).sum()
 
 
 def dropout(w, x, y, i):
@@ -79,6 +85,8 @@ DEPENDENT = {
     "indexed by another example": lambda w, x, y, i: x[i].sum(),
     "segment sums": lambda w, x, y, i: (jax.ops.segment_sum(x, i, num_segments=3) ** 2).sum(),
     "loop until all have converged": lambda w, x, y, i: lax.while_loop(lambda x: x.max() < 3, lambda x: 2 * x, x).sum(),
+    "a user's scope with the name of routed experts": in_a_scope_of_experts,
+    "a rounded sum": lambda w, x, y, i: (x @ w).sum().astype(jnp.int32),
     "a bound of the weight": lambda w, x, y, i: jnp.maximum(i.sum(), 1),
 }
 UNDECIDED = {
