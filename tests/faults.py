@@ -52,7 +52,7 @@ FAULTS = (
         "lax.psum((sums.loss, sums.metrics), axes)", "(sums.loss, sums.metrics)",
         "training/test_step.py training/gradients/test_zeropp.py"),
     Fault("the gradients of a group are dropped", "training/gradients/per_device.py",
-        "lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads", "lambda g: g[0], sums.grads",
+        "g = lax.reduce(g, zero, lax.add, range(len(remaining)))", "g = g[(0,) * len(remaining)]",
         "training/test_once_across_groups.py"),
     Fault("the same random key for every micro-step", "training/accumulation.py",
         "jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))", "jnp.broadcast_to(key, (count,))",
@@ -166,7 +166,7 @@ FAULTS = (
         "b_BTHF * cos_BT1F + a_BTHF * sin_BT1F", "b_BTHF * cos_BT1F", "models/test_layers.py"),
     # Gradients through regions with check_vma=False, where jax does not check types.
     Fault("unchecked: the gradient of a single device is used", "training/gradients/per_device.py",
-        "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]", "training/test_step.py -k once"),
+        "g = lax.reduce(g, zero, lax.add, scattered)", "g = g[(0,) * len(scattered)]", "training/test_step.py -k once"),
     Fault("unchecked: gradients are scattered only inside a node", "training/gradients/zeropp.py",
         "(lax.psum(total, replica_axes) if replica_axes else total)", "total", "training/gradients/test_zeropp.py"),
     Fault("unchecked: gradients of routers are doubled", "moe/layer.py",

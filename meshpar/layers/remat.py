@@ -123,7 +123,9 @@ def _remat_terms(remat: str, where: str = "") -> tuple[list[str], list[str], lis
 
 # ---- Policies that gather weights again ------------------------------------------------------------------------------
 
-_LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
+_LAYOUT_ONLY = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary"}
+)
 """Operations without arithmetic. Their results may be gathered weights, which must not be saved."""
 
 _ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul", "sub", "tanh"})

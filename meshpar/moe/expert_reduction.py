@@ -79,6 +79,11 @@ def use_gathered(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) 
 
     It replaces `gather_weight` for weights that were gathered before the layer.
     """
+    return _as_shard(dtype, shard, gathered)
+
+
+def _as_shard(dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
+    """Return the weight in `dtype`, varying over the same axes as the shard."""
     return varying(gathered.astype(dtype), tuple(jax.typeof(shard).manual_axis_type.varying))
 
 
@@ -91,6 +96,7 @@ def _gather_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> t
 
 gather_weight.defvjp(lambda dims, dtype, x: (_gather(dims, x.astype(dtype)), jnp.zeros((), x.dtype)), _gather_backward)
 use_gathered.defvjp(
-    lambda dims, dtype, x, y: (use_gathered(dims, dtype, x, y), jnp.zeros((), x.dtype)),
+    # A call of `use_gathered` would be an operation whose result is saved for the backward pass.
+    lambda dims, dtype, x, y: (_as_shard(dtype, x, y), jnp.zeros((), x.dtype)),
     lambda dims, dtype, like, g: (*_gather_backward(dims, dtype, like, g), None),
 )

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.constraints import abstract_of, with_layout
 from meshpar.sharding.mesh import with_auto_axes
+from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axes_of_spec, axis_sizes, problem, without_axes
 
@@ -89,11 +90,27 @@ def use_rules(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
         yield ambient
 
 
+OTHER_MESH = "other-mesh"
+"""Code of the error of a model that passes a mesh other than that of the trace to `jax.shard_map`."""
+
+
 @contextlib.contextmanager
 def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
-    """Enter `use_rules`, and set the mesh in jax's own context, so that the model can use a bare PartitionSpec."""
+    """Enter `use_rules`, and set the mesh in jax's own context, so that the model can use a bare PartitionSpec.
+
+    Raises:
+      MeshparError: the model calls `jax.shard_map(mesh=...)` with another mesh.
+    """
     with use_rules(mesh, rules) as context, jax.sharding.use_abstract_mesh(abstract_of(context.mesh)):
-        yield context
+        try:
+            yield context
+        except ValueError as error:
+            if "should match the mesh passed to shard_map" not in str(error):
+                raise
+            reason = f"it differs from the mesh of the trace ({human_mesh(axis_sizes(context.mesh))})"
+            fix = "omit the argument; jax.shard_map then uses the mesh of the trace"
+            requested = "use the mesh that the model passes"
+            raise problem("jax.shard_map(mesh=...)", requested, reason, fix, code=OTHER_MESH) from error
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner
 from meshpar.parallel.batch import as_given, shape_of
 from meshpar.sharding.constraints import with_auto_types
-from meshpar.sharding.context import tracing, within
+from meshpar.sharding.context import OTHER_MESH, tracing, within
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import replicated
-from meshpar.sharding.types import PyTree, path_str, problem
+from meshpar.sharding.types import AnyMesh, MeshparError, PyTree, path_str, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState
 
@@ -36,18 +36,26 @@ def traced_alone(
     """Return the forward pass on a batch of shapes, traced for a single device. `read` selects parts of the loss.
 
     Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On a single device they
-    compute all of it.
+    compute all of it. A model that passes its mesh to `jax.shard_map` can only be traced on the mesh of the step.
     """
     setup = state.setup
-    mesh = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
 
-    def loss(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> PyTree:
-        with tracing(mesh, setup.strategy), numerics(options.precision, None):
-            model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-            return read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
+    def traced_on(mesh: AnyMesh) -> core.ClosedJaxpr:
+        def loss(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> PyTree:
+            with tracing(mesh, setup.strategy), numerics(options.precision, None):
+                model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
+                return read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
 
-    params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
-    return jax.make_jaxpr(loss)(params, extra, batch, key)
+        params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
+        return jax.make_jaxpr(loss)(params, extra, batch, key)
+
+    try:
+        sizes = (1,) * len(setup.mesh.axis_names)
+        return traced_on(AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types))
+    except MeshparError as error:
+        if error.code != OTHER_MESH:
+            raise
+        return traced_on(setup.mesh)
 
 
 class _MarkedLayers(LayerRunner):

@@ -195,6 +195,7 @@ OPTIONS = {
 OPTION_CASES = [
     ("zero1", "accumulate each"), ("fsdp_tensor", "as many micro-steps as layers"), ("fsdp_sequence", "remat full"),
     ("ddp", "accumulate each"), ("zero1", "remat dots"), ("zero3", "accumulate once"), ("hsdp", "remat full"),
+    ("hsdp", "accumulate once"),
     ("fsdp_tensor", "accumulate once"), ("fsdp_sequence", "remat dots"),
 ]  # fmt: skip
 

@@ -23,6 +23,7 @@ from meshpar.inspect.traced_collectives import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
 from meshpar.parallel.expected.step_spec import with_layers
+from meshpar.sharding.jaxprs import equations, in_scope
 
 L, D, F, E, K, T = 2, 64, 96, 16, 2, 32
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -349,6 +350,25 @@ def test_experts_are_gathered_in_both_passes(found):
     ]
     missing = {tensor for line in CASES["dropless"].held(summed, jaxpr).missing for tensor in line.tensors}
     assert {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"} <= missing
+
+
+PREFETCH = Case(strategy=mp.fsdp(prefetch=1) | mp.expert_parallel(), model={"num_layers": 4})
+
+
+@pytest.mark.matrix
+def test_prefetched_experts_are_gathered_in_both_passes(request):
+    verdict = PREFETCH.held(*compiled(PREFETCH, request))
+    assert verdict.missing == verdict.unexpected == ()
+
+
+def test_prefetched_experts_are_not_saved_for_the_backward_pass():
+    """Each layer gathers them again. Otherwise all experts of all layers would be in memory."""
+    state, step = PREFETCH.state_and_step
+    jaxpr = step.trace(state, PREFETCH.batch).jaxpr.jaxpr
+    in_layer = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "shard_map" and in_scope(eqn, "moe")]
+    saved = [x.aval.shape for eqn in in_layer if "jvp" in str(eqn.source_info.name_stack) for x in eqn.outvars]
+    assert saved
+    assert not {shape for shape in saved if shape in ((E, D, F), (E, F, D))}
 
 
 def test_replicated_experts_send_no_tokens():

@@ -19,6 +19,7 @@ from meshpar.inspect.model_flops import matmul_flops, model_flops
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.timeline import program_work as work
 from meshpar.models import TransformerConfig, next_token_loss
+from tests.errors import raises
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -161,6 +162,27 @@ def test_shard_map_counts_every_manual_device():
         )(a)
 
     assert flops(local, (16, 8)) == 2 * 16 * 8 * 8
+
+
+def test_model_with_its_own_mesh_is_explained():
+    """jax refuses to trace `jax.shard_map(mesh=...)` on another mesh, such as that of a single device."""
+    mesh = mp.MeshSpec(data=4, tensor=2).build()
+
+    def apply(params, x):
+        doubled = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+        return doubled @ params["w"]
+
+    def loss(model, batch, key):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    model = mp.from_functions(lambda key: {"w": jnp.ones((8, 8))}, apply, names={"w": ("embed", "mlp")})
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp())
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), np.float32)}
+    step = mp.train_step(loss)
+    assert mp.explain(step, state, batch).is_as_expected
+    assert model_flops(step, state, batch).step == 3 * 2 * 16 * 8 * 8
+    with raises("other-mesh", "jax.shard_map"):
+        mp.plan(model, batch, "h100:1x8", loss=loss)
 
 
 def test_pallas_kernel_counts_its_grid():

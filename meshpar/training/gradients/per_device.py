@@ -26,8 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.parallel.batch import split_rows
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, within
-from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
+from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, problem, without_axes
 from meshpar.training.accumulation import (
     MicroStep,
     accumulated,
@@ -88,15 +89,31 @@ def _reduced_once(
 
         sums = _local_sums(loss, _evaluate, step, options, setup, axes, params, extra, examples, key)
         sums = _reduce_all_but_gradients(sums, axes)
-        # Gradients have a new first dim, which is sharded over the batch axes.
-        return sums.replace(grads=jax.tree.map(lambda g: g[None], sums.grads))
+        # Gradients have a new dim for each axis, which is sharded over it.
+        return sums.replace(grads=jax.tree.map(lambda g: g.reshape(*(1,) * len(axes), *g.shape), sums.grads))
 
-    sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
-    # XLA chooses the reduce-scatter. A psum_scatter would first gather the dims that other mesh axes shard.
-    # jnp.sum would reduce low-precision dtypes in float32.
-    summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
-    grads = constrained(summed, setup.named(setup.trained(setup.layout.grads)))
+    sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(*axes))(params, state.extra, batch, key)
+    specs = setup.trained(setup.layout.grads)
+    grads = jax.tree.map(lambda g, spec: _summed(g, axes, spec, setup), sums.grads, specs)
     return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
+
+
+def _summed(g: jax.Array, axes: tuple[str, ...], spec: PartitionSpec, setup: Setup) -> jax.Array:
+    """Sum a gradient over its first dims, which are sharded over `axes`, and shard the sum by `spec`.
+
+    Axes that shard the sum come first. XLA would otherwise all-reduce over all axes and keep a slice. XLA chooses the
+    reduce-scatter: a psum_scatter would first gather the dims that other mesh axes shard.
+    """
+    zero, sharding_axes = np.zeros((), g.dtype), axes_of_spec(spec)
+    scattered = [dim for dim, axis in enumerate(axes) if axis in sharding_axes]
+    remaining = tuple(axis for axis in axes if axis not in sharding_axes)
+    # jnp.sum would reduce low-precision dtypes in float32.
+    g = lax.reduce(g, zero, lax.add, scattered)
+    if not remaining:
+        return with_layout(g, NamedSharding(setup.mesh, spec))
+    g = with_layout(g, NamedSharding(setup.mesh, PartitionSpec(*remaining, *spec)))
+    g = lax.reduce(g, zero, lax.add, range(len(remaining)))
+    return with_layout(g, NamedSharding(setup.mesh, spec))
 
 
 def _quantized(
