@@ -146,7 +146,9 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
     """Return a batch of `ROWS` examples as host arrays.
 
     Models of `meshpar.models` get random tokens with random `weights`, so that each example has a different number of
-    counted tokens, sometimes none. Other models get the first examples of the recipe's data.
+    counted tokens, sometimes none. With experts, tokens without weight are padding, and examples are sorted by token,
+    so that experts have different loads in each part of the batch. Other models get the first examples of the recipe's
+    data.
     """
     import jax
     import numpy as np
@@ -169,5 +171,10 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
         else:
             batch[name] = draw.random(shape).astype(like.dtype)
     shape = batch["inputs"].shape
+    if recipe.model.moe is not None:
+        batch["inputs"] = np.sort(batch["inputs"], axis=None).reshape(shape)
+        draw.permuted(batch["inputs"], axis=1, out=batch["inputs"])
     batch["weights"] = (np.arange(shape[1]) < draw.integers(0, shape[1] + 1, (ROWS, 1))).astype(np.int32)
+    if recipe.model.moe is not None:
+        batch["segments"] = batch.get("segments", 1) * batch["weights"]
     return batch

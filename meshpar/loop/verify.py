@@ -31,6 +31,7 @@ import optax
 from meshpar.layers.losses import LossIs, MeanLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.loop.checkpoint import Checkpoints
+from meshpar.models.token_loss import token_mask
 from meshpar.parallel import Strategy, ddp, parse_strategy
 from meshpar.parallel.candidates import candidates, kinds
 from meshpar.parallel.parallelism import Parallelism, SearchSpace
@@ -178,6 +179,7 @@ def verify(
 
     The losses and gradients of three steps are compared, also after a restart from a checkpoint of the first step.
     A restart on the same layout must be bit-identical. If a layout differs, it is simplified as far as possible.
+    If the batch has `segments` with padding, a single device also computes the steps with other tokens in the padding.
 
     Args:
       model: a small model, from an adapter: each layout is compiled and runs on host devices.
@@ -210,12 +212,13 @@ def verify(
     deadline_s = math.inf if time_s is None else time.monotonic() + time_s
     requested = list(first) if case is None else [named(case) if isinstance(case, str) else case]
     outcomes: list[Outcome] = []
-    smallest = None
     with jax.enable_x64(dtype == "float64"), tempfile.TemporaryDirectory() as folder:
         tx, devices = tx or optax.adam(1e-2), devices or jax.devices()[:8]
         verifier = _Verifier(model, loss, batch, tx, dtype, loss_is, devices, Path(folder), seed)
         samples = verifier.sample(random.Random(seed), limit=0 if case is not None else _MAX_SAMPLES * cases)
         names = {layout.name for layout in requested}
+        if (smallest := verifier.outcome_of_padding()) is not None:
+            outcomes, requested, samples = [smallest], [], iter(())
         for layout in itertools.chain(requested, (sample for sample in samples if sample.name not in names)):
             enough = case is None and sum(outcome.verdict != "refused" for outcome in outcomes) >= cases
             if enough or time.monotonic() > deadline_s:
@@ -235,6 +238,7 @@ def verify(
 class _StepResult(NamedTuple):
     loss: float
     grads: dict[str, np.ndarray]
+    router_loss: float
 
 
 class _DifferenceError(Exception):
@@ -265,17 +269,37 @@ class _Verifier:
         if not all(map(math.isfinite, losses)):
             reason, fix = f"its losses are {losses}", "use different data or a different seed"
             raise problem("verify", "compare with a single device", reason, fix, code="not-finite")
-        self.left_out = tuple(self._left_out(setup, step))
+        left_out = list(self._left_out(setup, step))
+        self.left_out = tuple(text for text, _ in left_out)
+        self.excluded = frozenset(name for _, names in left_out for name in names)
 
     @functools.cache  # noqa: B019 - a verifier lives as long as one call of `verify`
     def expected(self, *, of_pairs: bool) -> list[_StepResult]:
         """Return the results of a single device."""
+        return self._on_one_device(self.batch, of_pairs=of_pairs)
+
+    def _on_one_device(self, batch: PyTree, *, of_pairs: bool) -> list[_StepResult]:
         setup, step = self.setup(MeshSpec(), ddp()), TrainStep(self.losses[of_pairs], self.options({}))
         state, results = jax.device_put(self.start.replace(setup=setup), setup.shardings), []
         for _ in range(STEPS):
-            state, result = self.step(step, state)
+            state, result = self.step(step, state, batch)
             results.append(result)
         return results
+
+    def outcome_of_padding(self) -> Outcome | None:
+        """Return a difference on a single device between two batches with different tokens in their padding, if any."""
+        batch = self.batch
+        if not isinstance(batch, Mapping) or not {"inputs", "targets", "segments"} <= batch.keys():
+            return None
+        other = (batch["inputs"] + 1) % (batch["inputs"].max() + 1)
+        inputs = np.where(token_mask(batch), batch["inputs"], other)
+        results = self._on_one_device({**batch, "inputs": inputs}, of_pairs=False)
+        try:
+            for number, (result, expected) in enumerate(zip(results, self.expected(of_pairs=False), strict=True), 1):
+                self._check(f"step {number} with other tokens in the padding", result, expected, self.tolerance)
+        except _DifferenceError as difference:
+            return Outcome("data=1; ddp()", "differs", str(difference))
+        return None
 
     def options(self, options: Mapping[str, Any]) -> StepOptions:
         return StepOptions(precision=Precision(params=self.dtype), loss_is=self.loss_is, **options)  # type: ignore[arg-type]
@@ -284,26 +308,30 @@ class _Verifier:
         mesh = spec.build(self.devices[: math.prod(spec.values())])
         return make_setup(self.model, self.tx, mesh=mesh, strategy=strategy, precision=Precision(params=self.dtype))
 
-    def step(self, step: TrainStep, state: TrainState) -> tuple[TrainState, _StepResult]:
-        state, metrics = step(state, self.batch)
+    def step(self, step: TrainStep, state: TrainState, batch: PyTree = None) -> tuple[TrainState, _StepResult]:
+        state, metrics = step(state, self.batch if batch is None else batch)
         grads = {path: np.asarray(x) for path, x in tree_leaves_with_paths(state.opt_state[0])}
-        return state, _StepResult(float(metrics["loss"]), grads)
+        return state, _StepResult(float(metrics["loss"]), grads, float(metrics.get("moe/aux_loss", 0)))
 
-    def _left_out(self, setup: Setup, step: TrainStep) -> Iterator[str]:
-        """Yield the features that change the result for this loss, determined on a single device."""
+    def _left_out(self, setup: Setup, step: TrainStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield reasons, and the options and axes that change the result for this loss, found on a single device."""
+        splitting = (*_SPLITTING, "stage")
         features = "micro-steps, interleave and pipelines"
         new_key = self.start.replace(setup=setup, key=self.start.key + np.ones_like(self.start.key))
         _, result = self.step(step, jax.device_put(new_key, setup.shardings))
         if self.model.random_keys() or result.loss != self.expected(of_pairs=False)[0].loss:
-            yield f"{features}: the loss draws random numbers, which differ in each part of the batch"
+            yield f"{features}: the loss draws random numbers, which differ in each part of the batch", splitting
             return
+        if result.router_loss:
+            reason = "router losses are means over these parts, and depend on the tokens of each"
+            yield f"micro-steps and pipelines: {reason}", ("accumulate", "reduce_gradients", "stage")
         try:
             TrainStep(self.losses[False], self.options({"accumulate": 2})).lower(setup.abstract, self.batch)
         except MeshparError as error:
             if error.code == "ambiguous-loss":
-                yield f"{features}: the loss is a scalar; return mp.MeanLoss, or pass loss_is"
+                yield f"{features}: the loss is a scalar; return mp.MeanLoss, or pass loss_is", splitting
             elif error.code in ("dependent-examples", "undecided-examples"):
-                yield f"{features}: {error.reason} ({error.where.partition(', under')[0]})"
+                yield f"{features}: {error.reason} ({error.where.partition(', under')[0]})", splitting
 
     # -- Layouts ------------------------------------------------------------------------------------------------------
 
@@ -324,7 +352,7 @@ class _Verifier:
     def _axes(self) -> list[str]:
         axes = {axis for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}
         names = {name for leaf in self._leaves for name in leaf.names or ()}
-        supported = {"expert": "expert" in names, "stage": "layers" in names and not self.left_out,
+        supported = {"expert": "expert" in names, "stage": "layers" in names and "stage" not in self.excluded,
                      "context": self._seq_len is not None}  # fmt: skip
         return sorted(axis for axis in {*axes, "data"} if supported.get(axis, True))
 
@@ -368,7 +396,7 @@ class _Verifier:
         self, sizes: Mapping[str, int], parts: tuple[Parallelism, ...], options: Mapping[str, Any], *, of_pairs: bool
     ) -> Case:
         strategy = Strategy(parts)
-        excluded = _SPLITTING if self.left_out else _SPLITTING[:2] if strategy.pipeline is not None else ()
+        excluded = (*self.excluded, *(_SPLITTING[:2] if strategy.pipeline is not None else ()))
         if self._search_space(sizes).num_layers <= 1:
             excluded = (*excluded, "remat", "interleave")
         if "accumulate" in excluded or options.get("accumulate", 1) == 1:

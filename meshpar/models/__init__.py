@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         qwen3_235b,
     )
     from meshpar.models.sampling import generate
-    from meshpar.models.token_loss import next_token_loss
+    from meshpar.models.token_loss import next_token_loss, token_mask
     from meshpar.models.transformer import Transformer
 
 __getattr__, __dir__ = lazy(__name__)
@@ -34,5 +34,5 @@ __all__ = [
     "LatentAttention", "LayerKind", "LongRope", "QueryScaling", "RopeScaling", "Transformer", "TransformerConfig",
     "YarnScaling",
     "deepseek_v3", "generate", "kimi_k2", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
-    "qwen3_8b", "qwen3_235b",
+    "qwen3_8b", "qwen3_235b", "token_mask",
 ]  # fmt: skip

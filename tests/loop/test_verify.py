@@ -15,8 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.layers.auxiliary import report
 from meshpar.loop import verify as verifying
 from meshpar.loop.verify import named
+from meshpar.models import token_mask
+from meshpar.moe import MoEConfig, Routing, Weights, moe_layer, report_layers
 from tests.errors import raises
 from tests.grid import cases
 
@@ -198,6 +201,92 @@ def test_random_layouts_find_a_planted_fault(plant, name):
     assert num_axes <= limit
 
 
+# ---- Faults in routers -----------------------------------------------------------------------------------------------
+
+EXPERTS = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=4, auxiliary_weight=10.0)
+
+
+def routed_model():
+    shapes = {"router": (2, 4, 4), "gate": (2, 4, 4, 4), "up": (2, 4, 4, 4), "down": (2, 4, 4, 4)}
+    stacked, names = ("layers", "expert"), {"table": (None, "embed"), "layers/router": ("layers", "embed", "expert")}
+    names |= {f"layers/{name}": (*stacked, "embed", "mlp") for name in ("gate", "up")}
+    names["layers/down"] = (*stacked, "mlp", "embed")
+
+    def init(key):
+        keys = jax.random.split(key, 4)
+        layers = {name: jax.random.normal(key, shapes[name]) / 3 for name, key in zip(shapes, keys, strict=True)}
+        return {"table": jax.random.normal(key, (8, 4)) / 3, "layers": layers}
+
+    def layer(x, weights, mask):
+        y, stats = moe_layer(x, Weights(**weights), EXPERTS, mask=mask)
+        return x + y, stats.aux
+
+    def apply(params, tokens, mask):
+        x, aux = mp.scan_layers(layer, params["table"][tokens], params["layers"], per_example=mask)
+        report_layers(aux, EXPERTS)
+        return x
+
+    return mp.from_functions(init, apply, names=names)
+
+
+def routed_loss(model, batch, key):
+    errors = ((model(batch["inputs"], token_mask(batch)) - 1) ** 2).sum(-1) * batch["weights"]
+    return mp.MeanLoss(errors.sum(), batch["weights"].sum()), {}
+
+
+def sorted_batch():
+    """Rows sorted by token, and padding."""
+    tokens = np.sort(np.random.default_rng(0).integers(0, 8, 16 * 4)).reshape(16, 4)
+    weights = (np.arange(4) < np.random.default_rng(1).integers(0, 5, (16, 1))).astype(np.int32)
+    return {"inputs": tokens, "targets": tokens, "weights": weights, "segments": weights}
+
+
+ROUTER_FAULTS = {
+    "padding has experts": Fault(
+        "moe.routing", "experts = jnp.where(mask[:, None], experts, num_experts)", "experts = experts + 0",
+        "data=1; ddp()", words="step 1 with other tokens in the padding",
+    ),
+    "padding has scores": Fault(
+        "moe.balance", "axis=0, where=None if mask is None else mask[:, None])", "axis=0)", "data=1; ddp()",
+        words="step 1 with other tokens in the padding",
+    ),
+    "router losses are means over slices": Fault(
+        "layers.batch_slices", "if totals.sums is not None:", "if False:", "data=1; ddp(); interleave=2",
+    ),
+    "a right router": Fault("layers.batch_slices", "num_layers: int = 0", "num_layers: int = 0",
+                            "data=2; ddp(); interleave=2", words=""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("counts_padding", [True, False])
+def test_verify_changes_tokens_in_the_padding(counts_padding):
+    model = mp.from_functions(lambda key: {"table": jax.random.normal(key, (8,))}, lambda params, x: params["table"][x])
+
+    def loss(model, batch, key):
+        x = model(batch["inputs"])
+        mean = jnp.mean(x**2, where=True if counts_padding else token_mask(batch))
+        report(loss=mean, metrics={"moe/aux_loss": mean})
+        return mp.MeanLoss((x * batch["weights"]).sum(), batch["weights"].sum()), {}
+
+    result = mp.verify(model, loss, sorted_batch(), case="data=2; ddp()")
+    assert [text.partition(":")[0] for text in result.left_out] == ["micro-steps and pipelines"]
+    assert result.ok != counts_padding
+    if counts_padding:
+        assert result.smallest.words.startswith("step 1 with other tokens in the padding: loss")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ROUTER_FAULTS)
+def test_verify_finds_a_fault_of_a_router(plant, name):
+    fault = ROUTER_FAULTS[name]
+    plant(fault)
+    result = mp.verify(routed_model(), routed_loss, sorted_batch(), case=fault.case, dtype="float32")
+    assert [text.partition(":")[0] for text in result.left_out] == ["micro-steps and pipelines"]
+    assert result.ok == (not fault.words)
+    if fault.words:
+        assert result.smallest.words.startswith(fault.words)
+
+
 # ---- Faults in a model -----------------------------------------------------------------------------------------------
 
 
@@ -262,7 +351,7 @@ def test_verify_accepts_a_correct_model(loss, dtype):
 
 def test_random_layouts_depend_on_the_seed_and_have_names():
     verifier = object.__new__(verifying._Verifier)
-    vars(verifier).update(devices=list(range(8)), batch_size=16, left_out=(), _leaves=[], _seq_len=16)
+    vars(verifier).update(devices=list(range(8)), batch_size=16, excluded=frozenset(), _leaves=[], _seq_len=16)
     samples = [[case.name for case in verifier.sample(random.Random(seed), limit=320)] for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
     assert len(set(samples[0])) == len(samples[0]) > 20
