@@ -655,9 +655,14 @@ def _scan(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     )
     num_consts = num_before - num_carry
     consts, carry, stacked = operands[:num_consts], operands[num_consts:num_before], operands[num_before:]
-    for x in stacked:
-        if x.examples and examples_in(x.dims[:1]):
+    if any(examples_in(x.dims[:1]) for x in stacked):
+        if num_carry:
             raise UndecidedError("a scan runs over the examples")
+        # Without a carry, as in `lax.map`, the loop is a vmap.
+        in_axes = [None] * num_consts + [0] * len(stacked)
+        body_fn = jax.vmap(core.jaxpr_as_fun(closed), in_axes=in_axes, axis_size=length)
+        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+        return flow.inner(jax.make_jaxpr(body_fn)(*shapes), operands)
     xs = [dataclasses.replace(x, dims=x.dims[1:], known=None, columns=()) for x in stacked]
     flow.runs *= max(length, 1)
     carry, out = _fixed_point(carry, lambda carry: flow.inner(closed, [*consts, *carry, *xs]))

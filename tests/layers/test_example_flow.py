@@ -57,6 +57,8 @@ INDEPENDENT = {
     "loop": lambda w, x, y, i: lax.fori_loop(0, 3, lambda step, x: x @ w, x).sum(),
     "sum in a loop over features": lambda w, x, y, i: lax.scan(lambda c, a: (c + (a**2).sum(), None), 0.0, x.T)[0],
     "vmap over examples": lambda w, x, y, i: jax.vmap(lambda x, y: jnp.dot(x @ w, y))(x, y).sum(),
+    "map over examples": lambda w, x, y, i: lax.map(lambda x: (x @ w).sum(), x).sum(),
+    "map over groups of examples": lambda w, x, y, i: lax.map(lambda x: jnp.tanh(x @ w), x, batch_size=2).sum(),
     "contraction of the batch": lambda w, x, y, i: jnp.einsum("bd,de,be->", x, w, y),
     "counts of labels": lambda w, x, y, i: (jnp.zeros(D).at[i].add(1.0) * 2).sum(),
     "a term of 0": lambda w, x, y, i: (x @ w).sum() + 0.0 * (w**2).sum(),
@@ -92,7 +94,7 @@ DEPENDENT = {
 UNDECIDED = {
     "weight decay in the total": lambda w, x, y, i: (x @ w).sum() + (w**2).sum(),
     "weights by position": lambda w, x, y, i: (jnp.arange(B)[:, None] * x).sum(),
-    "a loop over examples": lambda w, x, y, i: lax.map(lambda x: (x @ w).sum(), x).sum(),
+    "a sum in a loop over examples": lambda w, x, y, i: lax.scan(lambda c, x: (c + (x @ w).sum(), None), 0.0, x)[0],
     "a callback": lambda w, x, y, i: jax.pure_callback(np.sin, x, x).sum(),
     "no example": lambda w, x, y, i: (w**2).sum(),
 }
