@@ -68,8 +68,10 @@ def generate(
     with run_folder(folder) as run:
         coder = _tokenizer(run.local, tokenizer)
         config, state = opened(run, mesh=layout[0], strategy=layout[1], dtype=dtype)
-        files = [run / CONFIG, run / SOURCE_FOLDER / CONFIG]  # the second one if a run was converted
-        hf_config = next((read_json(file) for file in files if file.exists()), {})
+        folders = [run.local, run.local / SOURCE_FOLDER]  # the second one if a run was converted
+        hf_folder = next((path for path in folders if (path / CONFIG).exists()), None)
+        hf_config = {} if hf_folder is None else read_json(hf_folder / CONFIG)
+        eos_ids = [] if hf_folder is None else stop_ids(hf_folder)
     encode = getattr(coder, "encode_prompt", coder.encode)
     encoded = [encode(text).astype("int32").tolist() for text in prompts]
     for text, ids in zip(prompts, encoded, strict=True):
@@ -79,8 +81,7 @@ def generate(
                 reason = f"token {max(ids)} is outside of the vocabulary of {config.vocab_size}"
                 fix = "use the tokenizer of the model: --tokenizer"
             raise problem("--prompt", f"continue {text[:60]!r}", reason, fix, code="out-of-range")
-    eos = hf_config.get("eos_token_id")
-    eos_ids, max_positions = eos if isinstance(eos, list) else [eos], hf_config.get("max_position_embeddings")
+    max_positions = hf_config.get("max_position_embeddings")
     if isinstance(max_positions, int) and (length := max(map(len, encoded)) + tokens) > max_positions:
         click.echo(f"note: {length:,} tokens exceed the {max_positions:,} positions in config.json", err=True)
     new_tokens: dict[int, list[int]] = {}
@@ -98,6 +99,16 @@ def generate(
     for text in texts:
         # Replace control codes, which could change the state of the terminal.
         click.echo("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))
+
+
+def stop_ids(folder: Path) -> list[int]:
+    """Return the token ids that end a text: `eos_token_id` in generation_config.json, or in config.json."""
+    from meshpar.interop.files import read_json
+    from meshpar.interop.hf import CONFIG, GENERATION_CONFIG
+
+    files = [folder / name for name in (GENERATION_CONFIG, CONFIG) if (folder / name).exists()]
+    eos: Any = next((x for file in files if (x := read_json(file).get("eos_token_id")) is not None), [])
+    return eos if isinstance(eos, list) else [eos]
 
 
 def _tokenizer(folder: Path, named: str | None) -> Tokenizer:

@@ -10,6 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli import main as cli
+from meshpar.cli.generate_command import stop_ids
 from meshpar.cli.train_command import continued
 from meshpar.interop.runs import opened
 from tests.grid import cases
@@ -49,6 +50,18 @@ def test_generate_command_prints_text(tmp_path, capsys):
     found = json.loads(out)
     assert [one["prompt"] for one in found] == ["ab", "c", "xy"]
     assert all(len(one["tokens"]) == 3 and one["text"].startswith(one["prompt"]) for one in found)
+
+
+def test_stop_ids_are_those_of_the_generation_config(tmp_path):
+    """Chat models may have more end tokens in generation_config.json than in config.json."""
+    assert stop_ids(tmp_path) == []
+    for name, document, expected in (
+        ("config.json", {"eos_token_id": 3}, [3]),
+        ("generation_config.json", {"top_p": 0.9}, [3]),
+        ("generation_config.json", {"eos_token_id": [3, 5]}, [3, 5]),
+    ):
+        (tmp_path / name).write_text(json.dumps(document))
+        assert stop_ids(tmp_path) == expected
 
 
 @pytest.fixture(scope="module")
