@@ -257,6 +257,9 @@ def test_dropless_buffer_is_independent_of_num_experts():
     assert cost.dropless_rows(10, 1, 8, 1, 1.1) == 10
     assert cost.dropless_rows(20, 4, 8, 8, 1.1) == 8 * 11  # 1.1 * 10 is above 11 in floating point
     assert cost.dropless_bytes(100, 64, 8, 256, 8) == (5 * 4096 + 2 * 512) * 116
+    assert cost.dropless_bytes(100, 64, 8, 256, 8, chunks=4) == (5 * 4096 + 2 * 512) * 116
+    # A bound of 1.3 times 2 rows is rounded up to 3 rows for each of 4 chunks.
+    assert cost.dropless_bytes(100, 8, 8, 256, 8, bound_factor=1.3, chunks=4) == (5 * 4 * 8 * 3 + 2 * 64) * 116
 
 
 def test_two_level_all_to_all_trades_bytes_for_messages():

@@ -280,7 +280,7 @@ CROSSED = cases(
     ],
 )
 NOISY = Case(schedule="zb-v", noise=True, aux=True)
-WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2)
+WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True)
 VARIANTS = cases(
     NOISY,
     WEIGHTED,

@@ -186,7 +186,11 @@ def test_devices_with_zero_weight_do_not_spread_nan(mode, quantize, rtol):
         pytest.param(
             TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"}), {}, marks=pytest.mark.matrix
         ),
-        (TWO_LEVELS, mp.fsdp(axis=("data", "fsdp"), quantize={"stochastic": True, "block": 3}), ONCE),
+        (
+            TWO_LEVELS,
+            mp.fsdp(axis=("data", "fsdp"), quantize={"stochastic": True, "block": 3, "secondary": "fsdp"}),
+            ONCE,
+        ),
     ],
     ids=str,
 )
