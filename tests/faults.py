@@ -409,6 +409,19 @@ FAULTS = (
     Fault("buffers of a single chunk of tokens exist", "hardware/cost_model.py",
         "chunks * dropless_rows(num_tokens // chunks, k", "dropless_rows(num_tokens // chunks, k",
         "hardware/test_cost_model.py -k dropless"),
+    Fault("pairs in consecutive ticks do not overlap", "schedules/simulate.py",
+        "pairs[1:] |= schedule.joined[:-1] & ops[:-1, :, F] & ops[1:, :, B]", "pairs[1:] |= False",
+        "schedules/test_simulate.py -k overlapped_pair"),
+    Fault("groups of a reduce-scatter have numbers of partitions", "inspect/census.py",
+        'kind in ("all-reduce", "all-gather", "reduce-scatter") and (', 'kind in ("all-reduce", "all-gather") and (',
+        "inspect/test_census.py -k formats"),
+    Fault("growth uses links of another cluster size", "planner/scaling.py",
+        "dataclasses.replace(cluster, nodes=nodes, axes={}, permutes={})", "dataclasses.replace(cluster, nodes=nodes)",
+        "planner/test_scaling.py -k links"),
+    Fault("gradients of frozen weights are combined", "training/gradients/fsdp_prefetch.py",
+        "        if leaf.is_trained:\n            num_shards = math.prod",
+        "        if True:\n            num_shards = math.prod",
+        "hardware/test_compile_options.py -k prefetch"),
 )  # fmt: skip
 
 

@@ -65,14 +65,18 @@ def test_prefetch_sets_compile_options():
         vocab_size=64, num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128
     )
 
-    def options(spec, strategy):
-        state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=spec.abstract(8), strategy=strategy)
+    def options(spec, strategy, trainable=None):
+        args = {"mesh": spec.abstract(8), "strategy": strategy, "trainable": trainable}
+        state = mp.abstract_state(cfg.build(), optax.sgd(0.1), **args)
         return mp.train_step(loss).compile_options(state.setup)
 
     layer_elements = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     alone = options(mp.MeshSpec(fsdp=8), mp.fsdp(prefetch=1))
     split = options(mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(prefetch=1) | mp.tensor_parallel())
     assert alone["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * layer_elements // 8 // 3
+    frozen_mlp = options(mp.MeshSpec(fsdp=8), mp.fsdp(prefetch=1), lambda path: "/mlp/" not in path)
+    trained_elements = layer_elements - 3 * 64 * 128
+    assert frozen_mlp["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * trained_elements // 8 // 3
     assert split["xla_gpu_experimental_parallel_collective_overlap_limit"] == 4
     assert "xla_gpu_reduce_scatter_combine_threshold_bytes" not in split
     for one in (alone, split):

@@ -293,8 +293,12 @@ def test_collectives_without_communication_are_left_out():
     ],
 )
 def test_formats_of_all_devices(attributes, header):
-    found = only(f"r = f32[8,4] all-reduce(p), {attributes}, to_apply=add", header=header)
-    assert (found.axes, found.group_size) == (("data", "tensor"), 8)
+    for result in (
+        "f32[8,4] all-reduce(p), to_apply=add", "f32[1,4] reduce-scatter(p), to_apply=add, dimensions={0}",
+        "f32[64,4] all-gather(p), dimensions={0}",
+    ):  # fmt: skip
+        found = only(f"r = {result}, {attributes}", header=header)
+        assert (found.axes, found.group_size) == (("data", "tensor"), 8)
 
 
 def test_all_to_all_groups_are_partitions():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -11,11 +12,12 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli import plots
-from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.models import next_token_loss
 from meshpar.planner.scaling import Growth, Size, grow, kind_of, with_rows
 from meshpar.planner.search import Search
 from meshpar.planner.workload import describe
+from tests.errors import raises
 from tests.inspect.planted import CONFIG
 
 CLUSTER = parse_cluster("h100:1x8")
@@ -65,6 +67,16 @@ def test_growth_stops_at_half_the_throughput_per_gpu():
     shown = str(found)
     for text in ("fsdp: worthwhile up to 16 GPUs", "hsdp: worthwhile on 8 GPUs only", "100 *", "80 *"):
         assert text in shown
+
+
+def test_growth_ignores_links_of_another_size(work, monkeypatch):
+    """A profile's links of mesh axes were measured on one cluster."""
+    clusters = []
+    monkeypatch.setattr("meshpar.planner.scaling.best_by_kind", lambda search: clusters.append(search.cluster) or {})
+    measured = dataclasses.replace(CLUSTER, axes={"*": Link(alpha_s=1e-2, bytes_per_s=1e6)})
+    with raises("does-not-fit"):
+        grow(work, measured, max_gpus=16)
+    assert [(cluster.num_devices, dict(cluster.axes)) for cluster in clusters] == [(8, {}), (16, {})] * 2
 
 
 def test_pipeline_times_are_python_floats(work):

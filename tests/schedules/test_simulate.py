@@ -44,6 +44,17 @@ def test_span_bubble_is_at_most_the_formula(name, p, m):
             assert span == pytest.approx(bound)
 
 
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (2, 5)])
+def test_each_overlapped_pair_saves_time(name, stages, microbatches):
+    """Also a pair whose F and B are in consecutive ticks."""
+    schedule, f, b, w, pair = make(name, stages, microbatches), 1.0, 1.3, 0.7, 2.4
+    num_pairs = [sum({"F", "B"} <= {op.kind for op in block} for block in row) for row in schedule.order()]
+    saved = np.array(num_pairs) * (f + b + w - pair) * schedule.stages / schedule.num_parts
+    times = schedule.simulate(f=f, b=b, w=w, pair=pair)
+    np.testing.assert_allclose(times.free.busy, microbatches * (f + b + w) - saved)
+
+
 def test_faster_pair_shortens_the_step():
     schedule = make("dualpipe", 4, 16)
     plain, hiding = schedule.simulate(), schedule.simulate(pair=2.0)
