@@ -109,7 +109,8 @@ class AdamW:
     final_lr: float = 0.1
     """Learning rate at the end as a fraction of `lr`. Not used by "constant"."""
     schedule_steps: int | None = None
-    """Steps of the schedule; None means the steps of the run. If set, the learning rates do not depend on `steps`."""
+    """Steps of the schedule; None means the steps of the run when it started. If set, the learning rates do not depend
+    on `steps`."""
     b1: float = 0.9
     """Decay rate of the first moment."""
     b2: float = 0.95
@@ -241,15 +242,19 @@ class Optax:
 
     make: Callable[[int], optax.GradientTransformation]
     """Function that receives the number of steps and returns the optimizer."""
+    schedule_steps: int | None = None
+    """Number of steps for `make`; None means the steps of the run when it started."""
     per_layer: bool = False
     """Apply the optimizer to each layer and expert of a stack, as in `mp.optim.per_layer`."""
 
     def __post_init__(self) -> None:
         check_bool("Optax", "the optimizer is applied to each layer", per_layer=self.per_layer)
+        if self.schedule_steps is not None:
+            check_positive_int("Optax", "the number of steps for `make`", schedule_steps=self.schedule_steps)
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
         check_takes("Optax.make", self.make, ("steps",), "make=lambda steps: ...", name=named(self.make))
-        tx = self.make(steps)
+        tx = self.make(self.schedule_steps or steps)
         return per_layer(tx, names) if self.per_layer else tx
 
 
@@ -533,11 +538,12 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "step.remat", "step.nonfinite", "step.xla", "max_skipped", "pgle",
-    "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers",
-    "data.prefetch", "data.cache",
+    "name", "steps", "optimizer.schedule_steps", "mesh", "strategy", "step.remat", "step.nonfinite", "step.xla",
+    "max_skipped", "pgle", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
+    "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
-"""Fields that may change when a run is resumed, because they do not change the model, the data or the updates."""
+"""Fields that may change when a run is resumed. Only `optimizer.schedule_steps` changes the model, the data or the
+updates; a resumed run keeps its value unless the user sets it."""
 
 
 def changes(

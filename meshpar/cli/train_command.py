@@ -26,6 +26,8 @@ import numpy as np
 
 from meshpar.cli.multihost import version_of
 from meshpar.cli.recipe import (
+    AdamW,
+    Optax,
     Recipe,
     breaks_resuming,
     build_model,
@@ -61,6 +63,7 @@ from meshpar.loop.fit import (
 )
 from meshpar.loop.goodput import Goodput
 from meshpar.loop.goodput import words as goodput_words
+from meshpar.loop.learning_rate import LearningRate
 from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.metrics_file import (
     MetricsFile,
@@ -78,7 +81,7 @@ from meshpar.sharding import remote
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_memory, check_name, is_url, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_int, problem
 from meshpar.sharding.units import human_bytes
 from meshpar.training.lora import merged_params
 from meshpar.training.pgle import check_pgle, pgle_enabled
@@ -87,7 +90,7 @@ from meshpar.training.step import eval_step
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Model fields that the recipe keeps with --from-hf. The Hugging Face folder sets all others."""
-REPLAYED = ("steps", "step.remat", "step.nonfinite")
+REPLAYED = ("steps", "optimizer.schedule_steps", "step.remat", "step.nonfinite")
 """Recipe fields that may change on resume although they change the program.
 
 To compare programs, the step is lowered again with the old values of these fields.
@@ -181,6 +184,7 @@ def _train_in(
         names = f"the model is a {type(recipe.model).__name__} and the data is {type(recipe.data).__name__}"
         reason, fix = f"a sample needs a TransformerConfig and text data, but {names}", "--set sample=none"
         raise problem("Recipe.sample", "generate text after training", reason, fix, code="conflict")
+    recipe = recipe if fresh else _with_schedule(recipe, folder, screen)
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as stack:
         if recipe.pgle:
@@ -291,6 +295,10 @@ def _hooks(
     # Ten measurements in a short run, one per 100 steps in a long run.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla)
+    learning_rate = None
+    if isinstance(recipe.optimizer, AdamW):
+        with warnings.catch_warnings(action="ignore"):  # the optimizer has warned about a long warm-up
+            learning_rate = LearningRate(recipe.optimizer.learning_rate(recipe.steps))
     mixture = source if isinstance(source, MixedSource) else None
     batches = source.valid if mixture is None else mixture.valid_by_source
     weights = None if mixture is None else mixture.shares
@@ -298,9 +306,11 @@ def _hooks(
     def more_metrics(record: Record) -> dict[str, Any]:
         progress = {} if mixture is None else mixture.progress(record.step)
         mixed = {f"data/{name}/{key}": values[key] for name, values in progress.items() for key in ("share", "epochs")}
-        return {**expert_load.line(record), **goodput.line(record), **mixed, **watchdog.slow_processes()}
+        rate = {} if learning_rate is None else learning_rate.line(record)
+        return {**rate, **expert_load.line(record), **goodput.line(record), **mixed, **watchdog.slow_processes()}
 
     return [
+        *([] if learning_rate is None else [learning_rate]),
         expert_load,
         goodput,
         MetricsFile(folder / "metrics.jsonl", also=more_metrics),
@@ -466,22 +476,54 @@ def _restore_files(folder: RunFolder, texts: Mapping[str, str], from_hf: str | P
     folder.upload()
 
 
+def _with_schedule(recipe: Recipe, folder: RunFolder, screen: Screen) -> Recipe:
+    """Return the recipe with the schedule of the run in this folder, unless the recipe sets its number of steps."""
+    saved, optimizer = _saved_recipe(folder), recipe.optimizer
+    if saved is None or not isinstance(optimizer, AdamW | Optax) or optimizer.schedule_steps is not None:
+        return recipe
+    saved_optimizer = saved.get("optimizer")
+    kept = saved_optimizer.get("schedule_steps") if isinstance(saved_optimizer, dict) else None
+    steps = saved.get("steps") if kept is None else kept
+    if steps is None or not is_int(steps, 1) or steps == recipe.steps:
+        return recipe
+    # The rates of the warm-up do not depend on the steps.
+    if isinstance(optimizer, AdamW) and (optimizer.schedule == "constant" or optimizer.warmup_steps >= steps):
+        return recipe
+    screen.print(
+        f"the schedule of the learning rate keeps its {steps} steps, and the run has {recipe.steps}; "
+        f"--set optimizer.schedule_steps={recipe.steps} changes it"
+    )
+    return recipe.replace(optimizer=dataclasses.replace(optimizer, schedule_steps=steps))
+
+
+def _saved_recipe(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the content of recipe.json in a run folder, or None if there is no such file."""
+    path, where = folder / "recipe.json", f"run {folder}"
+    if not path.exists():
+        return None
+    fix = f"restore it from a copy, {_start_anew(folder)}"
+    saved = read_json(path, f"{where}: {path.name}", fix)
+    if not isinstance(saved, dict):
+        reason = f"it contains a {type(saved).__name__} instead of an object"
+        raise problem(f"{where}: {path.name}", "read it", reason, fix, code="damaged-file")
+    return saved
+
+
+def _start_anew(folder: RunFolder) -> str:
+    return f"use --name to start a new run, or --fresh to start over ({folder} is renamed)"
+
+
 def _check_same_run(folder: RunFolder, program: StepProgram, *, accept: bool, screen: Screen) -> None:
     """Check that the run in this folder was started with the same recipe and the same program."""
-    path, recipe, where = folder / "recipe.json", program.recipe, f"run {folder}"
-    anew = f"use --name to start a new run, or --fresh to start over ({folder} is renamed)"
-    if not path.exists():
+    recipe, where, anew = program.recipe, f"run {folder}", _start_anew(folder)
+    saved = _saved_recipe(folder)
+    if saved is None:
         steps = [step for step in Checkpoints(folder.checkpoints).steps() if step]
         if steps and not accept:  # `meshpar convert from-hf` writes a checkpoint 0 without a recipe
             reason = f"recipe.json is missing, so the recipe of its {steps[-1]} steps is unknown"
             fix = f"restore the file from a copy, use --accept-changes to resume with this recipe, or {anew}"
             raise problem(where, "resume it", reason, fix, code="missing-file")
         return
-    fix = f"restore it from a copy, {anew}"
-    saved = read_json(path, f"{where}: {path.name}", fix)
-    if not isinstance(saved, dict):
-        reason = f"it contains a {type(saved).__name__} instead of an object"
-        raise problem(f"{where}: {path.name}", "read it", reason, fix, code="damaged-file")
     saved_program = saved.pop("program", None)
     changed = changes(saved, _json_finite(recipe.to_json()), _json_finite(defaults_of(recipe)))
     breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         restore_or_init,
     )
     from meshpar.loop.goodput import Goodput
+    from meshpar.loop.learning_rate import LearningRate
     from meshpar.loop.metric_writers import TensorBoard, WandB
     from meshpar.loop.metrics_file import MetricsFile
     from meshpar.loop.profiler import Profile
@@ -33,6 +34,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Checkpointer", "ExpertLoad", "FitResult", "Goodput", "Hook", "MetricsFile", "Preemption", "Profile", "ProgressBar",
-    "Record", "Run", "TensorBoard", "Validation", "Validator", "WandB", "restore_or_init",
+    "Checkpointer", "ExpertLoad", "FitResult", "Goodput", "Hook", "LearningRate", "MetricsFile", "Preemption",
+    "Profile", "ProgressBar", "Record", "Run", "TensorBoard", "Validation", "Validator", "WandB", "restore_or_init",
 ]  # fmt: skip
