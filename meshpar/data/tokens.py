@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     separator_id: int | None
     """Token after each document, or None."""
     special_ids: frozenset[int]
-    """Special tokens, such as the end of a turn. Empty if the tokenizer has none."""
+    """Special tokens, such as the end of a turn; may be empty."""
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
         """Return the token ids in the smallest unsigned dtype for the vocabulary."""
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, "tokens 2"]]:
-        """Return the token ids, and the index of the first character of each token and of the first one after it."""
+        """Return the token ids and the character range of each token: start, stop."""
         ...
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
