@@ -582,7 +582,12 @@ def schedule_times(
         makespan = f"{line.makespan:.4g} {unit}".strip()
         bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"
         panel.set_title(f"{name}   makespan {makespan}, {bubbles}", fontsize=9)
-    _legend_below(figure, {meaning: {"facecolor": OPS[kind][0]} for kind, meaning in _OPS_MEAN.items()})
+    legend = {meaning: {"facecolor": OPS[kind][0]} for kind, meaning in _OPS_MEAN.items()}
+    num_chunks = max(one.chunks for one, _ in lines)
+    if num_chunks > 1:
+        chunks = "the second chunk" if num_chunks == 2 else "chunks 2, 4, …"
+        legend |= {f"darker: {chunks} of a stage": {"facecolor": OPS["F"][1]}}
+    _legend_below(figure, legend)
     return figure
 
 

@@ -253,8 +253,9 @@ def _memory(report: AnyReport) -> Section:
         sizes.append(("  of these, gradients", memory.gradients_bytes, "faint"))
     sizes += [("outputs", memory.output_bytes, ""), ("peak", memory.peak_bytes, "strong")]
     total = memory.limit_bytes or memory.peak_bytes or 1
+    longest = max(size for _, size, _ in sizes) or 1  # bars of a small program would be invisible at the limit's scale
     rows = [
-        (Cell(name, style), Cell(human_bytes(size), style), Cell(_percent(size / total), style, size / total))
+        (Cell(name, style), Cell(human_bytes(size), style), Cell(_percent(size / total), style, size / longest))
         for name, size, style in sizes
     ]
     columns = ("per device", "bytes>", "of the limit>" if memory.limit_bytes else "of the peak>")

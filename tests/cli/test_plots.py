@@ -18,6 +18,7 @@ from meshpar.cli import plots
 from meshpar.inspect.census import Total
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.timeline.simulator import Op, Segment, Timeline
+from meshpar.schedules import makers
 from tests.errors import raises
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2)
@@ -212,6 +213,14 @@ def test_memory_is_stacked_to_the_peak_with_the_limit():
     names = [text.get_text() for text in legend.get_texts()]
     assert sorted(names) == sorted([*plots.MEMORY, "GPU memory (100 B)"])
     assert axes.get_ylim()[1] > 192
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"), [("1f1b", []), ("interleaved-1f1b", ["darker: the second chunk of a stage"])]
+)
+def test_schedule_explains_the_shade_of_chunks(name, entries):
+    figure = plots.schedule(makers.make(name, stages=2, microbatches=4))
+    assert [text.get_text() for text in figure.legends[0].get_texts()][3:] == entries
 
 
 def test_each_bar_has_its_limit():

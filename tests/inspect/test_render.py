@@ -200,6 +200,14 @@ def test_memory_lists_remedies_if_it_does_not_fit(report):
     assert re.search(r"✘ +strategy=zero2\(\) +– +the batch does not divide", text)
 
 
+def test_memory_bars_are_relative_to_the_largest_size(report):
+    memory = dataclasses.replace(report.memory, limit_bytes=10**6 * report.memory.peak_bytes)
+    section = render._memory(dataclasses.replace(report, memory=memory))
+    shares = [row[-1].share for row in section.parts[0].rows]
+    assert max(shares) == 1.0
+    assert sum(share > 0.01 for share in shares) > 2
+
+
 def test_places_are_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert render.short_source(f"{tmp_path}/a/b.py:7") == "a/b.py:7"
