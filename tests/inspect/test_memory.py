@@ -276,7 +276,9 @@ def test_remedies_for_numbered_layers_use_a_remat_rule(kind):
     step = mp.train_step(_deep_loss)
     found = remedies(step, state.setup, X, Compiler(10**12), 10**11)
     rule = f"zero3(min_bytes=0) | Rules(remat={{'{pattern}': 'full'}})"
-    assert [one.change for one in found if one.peak_bytes][-2:] == [rule, f"{rule} + accumulate=2"]
+    assert [one.change for one in found if one.peak_bytes] == [rule]
+    # The model has batch statistics, so that micro-steps are not possible.
+    assert "combines examples" in next(one.reason for one in found if one.change == "accumulate=2")
     assert not any("remat=full" in one.change for one in found)
 
 
