@@ -422,6 +422,9 @@ FAULTS = (
         "        if leaf.is_trained:\n            num_shards = math.prod",
         "        if True:\n            num_shards = math.prod",
         "hardware/test_compile_options.py -k prefetch"),
+    Fault("offloaded state is listed as memory of the device", "inspect/memory.py",
+        "[state for state in setup.table.optimizer if not state.is_on_host]", "[*setup.table.optimizer]",
+        "inspect/test_memory.py -k offloaded"),
 )  # fmt: skip
 
 

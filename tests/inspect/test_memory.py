@@ -76,11 +76,11 @@ class Sizes:
         return Program(target="cpu", compile_s=0.0, **dataclasses.asdict(self))
 
 
-def toy(strategy=None, *, rows=16, params=None, trainable=None, **axes):
+def toy(strategy=None, *, rows=16, params=None, trainable=None, tx=None, **axes):
     """A state, and a batch of float64 rows, as NumPy makes them."""
     model = mp.from_functions(lambda key: params or {"w": jnp.zeros((64, 32))}, lambda p, x: x @ p["w"])
     mesh, strategy = mp.MeshSpec(**(axes or {"data": 8})).abstract(), strategy or mp.ddp()
-    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy, trainable=trainable)
+    state = mp.abstract_state(model, tx or optax.adam(1e-3), mesh=mesh, strategy=strategy, trainable=trainable)
     return state, {"x": np.zeros((rows, 64))}
 
 
@@ -101,6 +101,13 @@ def test_account_without_a_gpu_has_no_limit():
     found = memory(Sizes().program(), state.setup, batch, None)
     assert (found.limit_bytes, found.fits, found.note) == (None, None, "")
     assert found.batch_bytes == 16 * 64 * 4 // 8  # float64 examples become float32
+
+
+def test_offloaded_state_is_not_on_the_device():
+    state, batch = toy(tx=mp.optim.offload_state(optax.adam(1e-3)))
+    found = memory(Sizes().program(), state.setup, batch, None)
+    assert (found.optimizer_bytes, found.host_bytes) == (4, 2 * 64 * 32 * 4)
+    assert [(one.what, one.nbytes) for one in found.largest] == [("parameters", 64 * 32 * 4), ("optimizer state", 4)]
 
 
 @pytest.mark.parametrize(
