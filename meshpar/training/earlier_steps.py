@@ -85,7 +85,7 @@ class EarlierSteps:
                     "nearest discards updates below 1/512 of a bfloat16 parameter. Train in float32 "
                     "(mp.Precision(params='float32', compute='bfloat16')), or wrap the optimizer in "
                     "mp.optim.stochastic_rounding. The metric `lost_updates` has the share of each step.",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
 
