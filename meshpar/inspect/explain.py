@@ -211,6 +211,7 @@ def _explain(
             *program_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
             *_grouped_note(program, step.options),
             *_repeated_reductions_note(setup, step.options),
+            *_router_losses_note(setup, step.options, traced.out_info[1]),
         ),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         timeline=times,
@@ -323,6 +324,14 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
         if has_kernels() and not has_tokamax():
             why += "; with the extras cuda12 or cuda13 the pod runs a different program"
     yield f"expert matmuls use the blocked implementation: {why}"
+
+
+def _router_losses_note(setup: Setup, options: StepOptions, metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note if router losses depend on the number of micro-steps or microbatches."""
+    pipeline = setup.strategy.pipeline
+    parts, unit = (options.accumulate, "micro-steps") if pipeline is None else (pipeline.microbatches, "microbatches")
+    if parts > 1 and "moe/aux_loss" in metrics:
+        yield f"auxiliary losses of routers, if they have a weight, are means over {parts} {unit}, each with its tokens"
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -162,3 +163,18 @@ def test_explain_reads_the_program_that_training_compiles(planted):
     program = compile_here(plant.step.lower(plant.state, plant.batch))
     counted = census(program.module, plant.mesh)
     assert [one.collective.kind for one in found.collectives] == [one.kind for one in counted]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "metrics", "note"),
+    [
+        (mp.fsdp(), 4, ["moe/aux_loss"], "means over 4 micro-steps"),
+        (mp.pipeline_parallel(stages=2, microbatches=8), 1, ["moe/aux_loss"], "means over 8 microbatches"),
+        (mp.fsdp(), 1, ["moe/aux_loss"], None),
+        (mp.fsdp(), 4, ["accuracy"], None),
+    ],
+)
+def test_note_on_router_losses_of_parts(strategy, accumulate, metrics, note):
+    setup, options = types.SimpleNamespace(strategy=strategy), mp.StepOptions(accumulate=accumulate)
+    notes = list(explain_module._router_losses_note(setup, options, dict.fromkeys(metrics)))
+    assert [note in text for text in notes] == [True] * (note is not None)

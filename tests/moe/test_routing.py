@@ -322,6 +322,13 @@ def test_kept_fills_slots_in_row_major_order(num_experts, top_k, kind):
         np.testing.assert_array_equal(kept, np.arange(24)[:, None] < [5] * top_k)
 
 
+def test_another_expert_of_a_token_changes_which_later_token_is_dropped():
+    experts = np.array([[0], [0], [1], [0]], np.int32)
+    assert find_kept(experts, 2, num_experts=2)[1][:, 0].tolist() == [True, True, True, False]
+    experts[1] = 1
+    assert find_kept(experts, 2, num_experts=2)[1].all()
+
+
 @pytest.mark.parametrize("unassigned", [-1, -8, 8, 100])
 def test_invalid_expert_indices_are_unassigned(unassigned):
     experts = np.array([[0, unassigned], [unassigned, 7], [0, 7]], np.int32)
