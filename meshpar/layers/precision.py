@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -14,15 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
-from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.constraints import with_layout
+from meshpar.sharding.context import ambient, current, param_spec, spec_of, within
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import check_pattern
-from meshpar.sharding.types import PyTree, check_choice, problem
+from meshpar.sharding.types import PyTree, axes_of_spec, check_choice, problem
 
 
 @with_field_docs
@@ -267,6 +270,32 @@ def _weight_sharding(weight: jax.Array, names: tuple[str | None, ...]) -> Weight
 _FP8_DOTS = {"fp8": fp8_dot_general, BY_ROW: rowwise_fp8_dot_general}
 
 
+def _replicated_heads(weight: jax.Array, names: tuple[str | None, ...]) -> NamedSharding | None:
+    """Return the gathered layout of a weight whose key heads are replicated over the axes that shard query heads.
+
+    Without this layout, XLA divides the matmul among the ranks of these axes, and exchanges parts of the weight and of
+    its gradient. None: the weight is not such a weight, or the engine has gathered it.
+    """
+    context, is_gathered = ambient(), getattr(current().runner, "regathers", False)
+    if context is None or "kv_heads" not in names or is_gathered or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    heads = spec_of(jax.ShapeDtypeStruct((context.mesh.size,), weight.dtype), "act_heads")
+    query_axes = {axis for axis in axes_of_spec(heads) if context.mesh.shape[axis] > 1}
+    axes = set(axes_of_spec(param_spec(weight, *names)))
+    if not axes or not query_axes or query_axes & axes:
+        return None
+    return NamedSharding(context.mesh, PartitionSpec())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient_layout(layout: NamedSharding, weight: jax.Array) -> jax.Array:
+    """Return the weight, whose gradient has this layout before it is scattered."""
+    return weight
+
+
+_with_gradient_layout.defvjp(lambda _, weight: (weight, None), lambda layout, _, g: (with_layout(g, layout),))
+
+
 def dot_general(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True,
     names: tuple[str | None, ...] = (), **kwargs: Any,
@@ -290,11 +319,17 @@ def dot_general(
         reduce = context.precision.reduce_dtype(rhs.dtype)
         return _FP8_DOTS[word](contracting, batch, reduce, _weight_sharding(rhs, names), lhs.astype(rhs.dtype), rhs)
 
+    layout = _replicated_heads(rhs, names)
+
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
+        # The backward pass gathers the weight again, because `dot_with_gradient_dtype` saves its shard.
+        b = b if layout is None else with_layout(b, layout)
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
 
     reduce = weight_grad_dtype(rhs.dtype) if jnp.issubdtype(rhs.dtype, jnp.floating) else None
-    if reduce is None or reduce == rhs.dtype:
+    if layout is not None and reduce is not None:
+        rhs = _with_gradient_layout(layout, rhs)
+    elif reduce is None or reduce == rhs.dtype:
         return plain(lhs, rhs)
     return dot_with_gradient_dtype(plain, contracting, batch, reduce, lhs, rhs)
 

@@ -16,7 +16,8 @@ from meshpar.inspect.expected import expected_collectives
 from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.matching import SMALL
 from meshpar.inspect.program import compile_here
-from meshpar.models import LatentAttention, next_token_loss
+from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from meshpar.sharding.jaxprs import equations
 from tests.grid import cases
 from tests.inspect.saved import pods
 
@@ -254,6 +255,46 @@ def test_decoder_variants_change_the_expected_collectives(planted, case, variant
     plant = dataclasses.replace(planted.reference(case), model=config.build()).on_cpu
     program = compile_here(plant.step.trace(plant.state, plant.batch))
     assert_matches(verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), None, "cpu"))
+
+
+def replicated_heads(mesh, **strategy):
+    """Return the state of a decoder with two key heads on four ranks of `tensor`."""
+    heads = mp.Rules(kv_heads=None)
+    layout = mp.custom(params=heads, grads=heads, optimizer=heads, activations=mp.Rules(act_kv_heads=None))
+    strategy = mp.fsdp(min_bytes=0) | mp.tensor_parallel(**strategy) | layout
+    return mp.init_state(GROUPED.build(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+
+
+GROUPED = TransformerConfig(
+    vocab_size=64, num_layers=2, embed_dim=64, num_heads=8, num_kv_heads=2, head_dim=16, mlp_dim=128
+)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("sequence", [False, True])
+def test_replicated_key_heads_are_gathered_and_scattered_like_other_weights(sequence):
+    """XLA would exchange parts of the key weights and of their gradients over `tensor`."""
+    state = replicated_heads(mp.MeshSpec(fsdp=2, tensor=4).build(), sequence=sequence)
+    step, rng = mp.train_step(next_token_loss), np.random.default_rng(0)
+    batch = {name: rng.integers(0, 64, (16, 64)).astype(np.int32) for name in ("inputs", "targets")}
+    assert_matches(mp.explain(step, state, batch).matching)
+    alone = replicated_heads(mp.MeshSpec().build(jax.devices()[:1]))
+    (after, _), (expected, _) = step(state, batch), step(alone, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), after.params, expected.params)
+
+
+def test_weights_of_replicated_key_heads_are_constrained():
+    """The forward and the backward pass gather a key weight and a value weight, and constrain their gradients."""
+    state = replicated_heads(mp.MeshSpec(fsdp=2, tensor=4).build())
+    batch = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
+    jaxpr = mp.train_step(next_token_loss).trace(state, batch).jaxpr.jaxpr
+    constrained = [
+        eqn
+        for eqn, _ in equations(jaxpr)
+        if eqn.primitive.name == "sharding_constraint" and eqn.outvars[0].aval.shape == (64, 2, 16)
+    ]
+    assert len(constrained) == 2 * 3
+    assert all(not any(eqn.params["sharding"].spec) for eqn in constrained)
 
 
 UNEXPECTED = {

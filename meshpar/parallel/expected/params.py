@@ -166,7 +166,8 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         return None
     data_axes = set(step.batch_axes) | set(step.context_axes)
     partial = ((data_axes | set(step.sequence_axes)) - owned - sharded) | ((sharded & data_axes) - owned)
-    if decision.leaf.is_router:  # its input has the full sequence
+    # The input of these weights has the full sequence, and attention sums the gradients of replicated key heads.
+    if decision.leaf.is_router or (leaf.has("kv_heads") and not sharded & set(step.sequence_axes)):
         partial -= set(step.sequence_axes)
     if pair_axes := outputs_of_pair(step, decision):  # the first matrix of a pair also has the full sequence
         partial -= set(step.sequence_axes)
