@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshpar.collectives.attention import WINDOWS
 from meshpar.inspect import census as compiled
 from meshpar.inspect.census import Total, axes_of, bytes_sent, census, on_stage, per_array, totals
 from meshpar.inspect.hlo import parser as hlo
@@ -380,6 +381,45 @@ def test_calls_branches_and_fusions_are_entered():
     assert only("c = f32[8,4] fusion(p), kind=kCustom, calls=side", before=before).computation == "side"
     body = "i = pred[] parameter(1)\nc = f32[8,4] conditional(i, p, p), true_computation=side, false_computation=side"
     assert [c.in_branch for c in census(module_of(body, before=before), MESH)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("selector", "branches"),
+    [
+        ("s32[] add(i, c)", "branch_computations={over_tensor, over_data}"),
+        # The false branch of a predicate has the index 0, and HLO lists it last.
+        ("pred[] compare(i, c), direction=LT", "true_computation=over_data, false_computation=over_tensor"),
+    ],
+)
+def test_branches_of_windows_run_for_their_share_of_the_layers(selector, branches):
+    chosen = f"""
+    over_tensor {{
+      q = f32[8,4] parameter(0)
+      ROOT r = f32[8,4] all-reduce(q), {ON_TENSOR}, to_apply=add
+    }}
+    over_data {{
+      q = f32[8,4] parameter(0)
+      ROOT r = f32[8,4] all-reduce(q), channel_id=1, {BY_DATA}, use_global_device_ids=true, to_apply=add
+    }}
+    layers {{
+      s = (s32[], f32[8,4]) parameter(0)
+      i = s32[] get-tuple-element(s), index=0
+      x = f32[8,4] get-tuple-element(s), index=1
+      c = s32[] constant(1)
+      n = s32[] add(i, c)
+      k = {selector}
+      r = f32[8,4] conditional(k, x, x), {branches}, metadata={{op_name="jit(f)/{WINDOWS}3_1/cond"}}
+      ROOT t = (s32[], f32[8,4]) tuple(n, r)
+    }}
+    """
+    body = """
+        z = s32[] constant(0)
+        t = (s32[], f32[8,4]) tuple(z, p)
+        w = (s32[], f32[8,4]) while(t), condition=test, body=layers, backend_config={"known_trip_count":{"n":"8"}}
+    """
+    found = census(module_of(body, before=LOOP + textwrap.dedent(chosen)), MESH)
+    assert {c.axes: c.count_per_step for c in found} == {("tensor",): 6, ("data",): 2}
+    assert not any(c.in_branch for c in found)
 
 
 # An all-reduce of which only slices are kept

@@ -223,6 +223,12 @@ def test_too_many_consecutive_skips_are_an_error(bad, steps, fails_at):
     assert log.log[-1] == ("end done" if fails_at is None else "end nonfinite")
 
 
+def test_resumed_run_without_any_update_is_an_error():
+    with raises("not-finite", "step 6"):
+        run(6, step=FakeStep(bad=[5, 6], nonfinite="skip"), state=State(4))
+    assert run(6, step=FakeStep(bad=[4, 6], nonfinite="skip"), state=State(3)).skipped == 2
+
+
 def test_all_hooks_end_after_a_hook_failed():
     class Fails(Hook):
         def on_record(self, run, record):

@@ -115,6 +115,21 @@ def test_collective_hides_behind_work_until_its_done(body, step, time, hidden, c
     assert (one.cover, one.has_nothing_to_hide_behind) == (cover, hidden == 0)
     assert one.hidden_fraction == pytest.approx(hidden / time)
     check(found)
+    # With the same time for 1 MB, half of it latency, the step loses the latency unless it is hidden.
+    link = Link(alpha_s=0.5 * MS, bytes_per_s=2e9)
+    (one,) = clock(
+        "\n".join([*body[:-1], f"ROOT {body[-1]}"]), cluster=dataclasses.replace(SLOW, inside=link)
+    ).collectives
+    assert one.latency_s == pytest.approx(0.5 * MS)
+    assert one.lost_s == pytest.approx(0.0 if hidden == time else 0.5 * MS, abs=1e-12)
+
+
+def test_times_of_a_collective_are_means_over_stages():
+    module = program("\n".join([start(), work_(), f"ROOT {done()}"]))
+    (one,) = census(module, MESH)
+    staged = dataclasses.replace(one, count_by_stage=(4, 0, 1, 1), count_per_step=4)
+    (timed,) = timeline(module, [staged], SLOW).collectives
+    assert (timed.time_s, timed.hidden_s) == (pytest.approx(1.5 * MS),) * 2
 
 
 def test_ops_of_both_streams_are_in_order():
