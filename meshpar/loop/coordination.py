@@ -193,7 +193,7 @@ def check_shared(pod: Pod, folder: Path) -> None:
                 for path in created:
                     path.rmdir()
             where, requested = f"process {number} of {pod.num_processes} (on {host})", f"share {folder} with process 0"
-            fix = "choose a folder on a disk that all hosts mount at the same path with write access (--out, Checkpoints)"
+            fix = "choose a folder on a disk that all hosts mount at the same path with write access (--out, folder)"
             raise problem(where, requested, failure, fix, code="missing-file")
 
 

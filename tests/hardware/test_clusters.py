@@ -242,6 +242,8 @@ def test_cluster_layout_counts_nodes_and_ranks_per_node():
     assert cluster.layout(["data"], mesh) == (2, 1)
     assert cluster.layout(["data", "tensor"], mesh) == (2, 2)
     assert parse_cluster("h100:3x2").layout(["tensor"], {"data": 2, "tensor": 3}) == (2, 1)
+    # One group is in a node, and the other has one device in the first node.
+    assert parse_cluster("h100:2x4").layout(["tensor"], {"data": 2, "tensor": 3}) == (2, 1)
     assert cluster.layout([], mesh) == (1, 1)
     with raises("unknown-axis"):
         cluster.layout(["tensr"], mesh)

@@ -186,6 +186,17 @@ def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
     assert third.seconds["redone"] == pytest.approx(seconds["redone"] + seconds["steps"], rel=0.05)
 
 
+def test_goodput_does_not_count_the_time_after_a_finished_run(tmp_path):
+    path, metrics = tmp_path / "goodput.json", tmp_path / "m"
+    run(2, [Goodput(path, metrics=metrics, began_s=time.time()), MetricsFile(metrics)])
+    account = json.loads(path.read_text())
+    path.write_text(json.dumps(account | {"seen_s": account["seen_s"] - 100}))  # continued 100 s later
+    longer = Goodput(path, metrics=metrics, began_s=time.time() - 1.0)
+    run(4, [longer, MetricsFile(metrics)], state=State(2))
+    assert "restart" not in longer.seconds
+    assert longer.seconds["start"] >= 1.0
+
+
 @pytest.mark.parametrize("junk", ["", "{", "[1]", '{"seconds": 3}', '{"seconds": {"steps": "x"}, "step": 1}'])
 def test_goodput_replaces_a_damaged_file(tmp_path, junk):
     (tmp_path / "goodput.json").write_text(junk)
