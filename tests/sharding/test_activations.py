@@ -333,6 +333,7 @@ def _num_remats(jaxpr) -> int:
         ({"remat": {"blocks.7": "full"}}, None, "not-found", "remat rule `blocks.7`"),
         ({"remat": {"blocks.0": "ful"}}, None, "unknown-choice", ""),
         ({"remat": {"blocks.0": "save:hiden"}}, None, "unknown-name", ""),
+        ({"remat": {"blocks.0": "dots+offload:hiden"}}, None, "unknown-name", ""),
     ],
 )
 def test_rule_without_effect_is_an_error(rules, compute, code, where):
