@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-from meshpar.layers.dim_factors import MixedExamplesError, UndecidedError, size_of
-from meshpar.layers.example_rules import RULES, attention, call, gather, scatter
+from meshpar.layers.dim_factors import Examples, MixedExamplesError, UndecidedError, size_of
+from meshpar.layers.example_rules import RULES, attention, call, custom_vjp, gather, scatter
 from meshpar.layers.example_values import Combined, Value, check_distinct, constant, per_example, varying
 from meshpar.sharding.jaxprs import in_scope
 
@@ -66,7 +66,7 @@ def examine(jaxpr: core.ClosedJaxpr, args: Sequence[Value]) -> Examination:
       args: a value for each input.
     """
     needed, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    flow = _Flow()
+    flow = _Flow(frozenset(factor.tag.batch for x in args for factor in x.examples if isinstance(factor.tag, Examples)))
     values = flow.run(needed, [constant(x) for x in jaxpr.consts], args)
     outputs = tuple(value.combined or _not_a_sum(value) for value in values)
     in_layers = tuple(x for x in flow.all_combined if x.in_layers)
@@ -75,7 +75,7 @@ def examine(jaxpr: core.ClosedJaxpr, args: Sequence[Value]) -> Examination:
 
 
 def _not_a_sum(value: Value) -> Combined | None:
-    if value.is_sum or value.is_zero:
+    if value.is_sum or value.is_zero or value.is_random_sum:
         return None
     why = "it is the value of a single example" if value.examples else "it does not depend on the batch"
     return Combined("undecided", why, "the result", "the loss function")
@@ -84,7 +84,8 @@ def _not_a_sum(value: Value) -> Combined | None:
 class _Flow:
     """One run of the analysis."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_sizes: frozenset[int], *, checks_backward: bool = True) -> None:
+        self.batch_sizes, self.checks_backward = batch_sizes, checks_backward
         self.found: dict[Any, Combination] = {}
         self.all_combined: list[Combined] = []
         self.where, self.in_layers, self.runs = "", False, 1
@@ -114,6 +115,10 @@ class _Flow:
         """Return the outputs of an inner jaxpr."""
         jaxpr = getattr(closed, "jaxpr", closed)
         return self.run(jaxpr, [constant(x) for x in getattr(closed, "consts", ())], args)
+
+    def backward(self) -> _Flow:
+        """Return an analysis of a backward pass, whose findings are not those of the loss function."""
+        return _Flow(self.batch_sizes, checks_backward=False)
 
     def _outputs(self, eqn: Any, operands: Sequence[Value], is_routed: bool) -> list[Value]:
         """Return the outputs of an equation. After an operation that combines examples, the layout is a guess."""
@@ -150,14 +155,16 @@ class _Flow:
             return list(map(varying, shapes))
         if rule is None:
             raise UndecidedError(f"the operation `{name}` is not known to the analysis")
-        if any(x.columns and x.examples for x in operands) and rule not in (call, gather, scatter):
+        if any(x.columns and x.examples for x in operands) and rule not in (call, custom_vjp, gather, scatter):
             raise UndecidedError("it depends on the position of an example in the batch")
         out = rule(self, eqn, operands)
         out = [out] if isinstance(out, Value) else out
+        if not depends and any(x.is_random for x in operands):
+            out = [dataclasses.replace(x, is_random=True) for x in out]
         for value, shape in zip(out, shapes, strict=True):
             assert tuple(map(size_of, value.dims)) == tuple(shape), (name, value.dims, shape)
             check_distinct(value)
-        if any(x.is_sum for x in out) and not any(x.is_sum for x in operands) and rule is not call:
+        if any(x.is_sum for x in out) and not any(x.is_sum for x in operands) and rule not in (call, custom_vjp):
             self._record(eqn, operands)
         return out
 

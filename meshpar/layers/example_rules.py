@@ -38,9 +38,16 @@ class Flow(Protocol):
 
     runs: int
     """How often enclosing loops run the current jaxpr."""
+    batch_sizes: frozenset[int]
+    """Numbers of examples of the leaves of the batch."""
+    checks_backward: bool
+    """Whether the backward pass of a `jax.custom_vjp` is examined."""
 
     def inner(self, closed: Any, args: Sequence[Value]) -> list[Value]:
         """Return the outputs of an inner jaxpr."""
+
+    def backward(self) -> Flow:
+        """Return an analysis of a backward pass, whose findings are not those of the loss function."""
 
 
 Rule: TypeAlias = Callable[[Flow, Any, Sequence[Value]], Value | list[Value]]
@@ -120,10 +127,11 @@ def _add(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     if any(x.is_sum for x in operands):
         if any(x.examples for x in operands):
             _check_no_sum(eqn, operands)
-        if not all(x.is_sum or x.is_zero for x in operands):
+        if not all(x.is_sum or x.is_zero or x.is_random_sum for x in operands):
             raise UndecidedError("a term that does not depend on the batch is added, which each part would add again")
         return Value(dims, is_sum=True)
-    return Value(dims, is_zero=is_zero, known=_folded(eqn, operands))
+    is_random_sum = all(x.is_random_sum or x.is_zero for x in operands) and not is_zero
+    return Value(dims, is_zero=is_zero, known=_folded(eqn, operands), is_random_sum=is_random_sum)
 
 
 @_rule("mul", "div")
@@ -132,6 +140,8 @@ def _multiply(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     dims = _join(operands)
     if first.is_zero or (second.is_zero and eqn.primitive.name == "mul"):
         return Value(varying(()).dims + tuple(dim_of(size_of(dim), UNIFORM) for dim in dims), is_zero=True)
+    if (first.is_random_sum and second.depends) or (second.is_random_sum and first.depends):
+        raise UndecidedError("the factor is a sum of random numbers for all examples")
     if first.is_sum or second.is_sum:
         is_scaled = first.is_sum != second.is_sum and (first.is_sum or eqn.primitive.name == "mul")
         if not is_scaled or any(x.examples for x in operands):
@@ -140,7 +150,9 @@ def _multiply(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
         constant = 1.0 if factor.known is None or np.ndim(factor.known) else float(factor.known)
         divisor = total.divisor * (constant if eqn.primitive.name == "div" else 1 / (constant or 1.0))
         return Value(dims, is_sum=True, divisor=divisor)
-    return Value(dims, known=_folded(eqn, operands))
+    is_random_sum = first.is_random_sum and not second.is_random
+    is_random_sum = is_random_sum or (second.is_random_sum and not first.is_random and eqn.primitive.name == "mul")
+    return Value(dims, known=_folded(eqn, operands), is_random_sum=is_random_sum)
 
 
 @_rule("select_n")
@@ -175,6 +187,13 @@ def _broadcast(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     x, dims = operands[0], [dim_of(size, UNIFORM) for size in eqn.params["shape"]]
     for dim, to in zip(x.dims, eqn.params["broadcast_dimensions"], strict=True):
         dims[to] = dim if size_of(dim) == size_of(dims[to]) else dims[to]
+    return dataclasses.replace(x, dims=tuple(dims), known=_folded(eqn, operands), columns=())
+
+
+@_rule("tile")
+def _tile(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
+    x = operands[0]
+    dims = (merged([Factor(count, UNIFORM), *dim]) for count, dim in zip(eqn.params["reps"], x.dims, strict=True))
     return dataclasses.replace(x, dims=tuple(dims), known=_folded(eqn, operands), columns=())
 
 
@@ -249,6 +268,10 @@ def _common(operands: Sequence[Value]) -> Value:
     return Value((), is_zero=all(x.is_zero for x in operands))
 
 
+def _is_uniform(dim: Dim) -> bool:
+    return all(factor.tag == UNIFORM for factor in dim)
+
+
 @_rule("concatenate")
 def concatenate(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     """Copies of the examples, or columns of an index array."""
@@ -267,12 +290,17 @@ def concatenate(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     parts = [x.dims[axis] for x in operands]
     if examples_in(parts):
         blocks = [part[1:] if part and not isinstance(part[0].tag, Examples) else part for part in parts]
+        example_block = next(block for block in blocks if examples_in([block]))
+        for at, part in enumerate(parts):  # equal values for all examples, such as zeros
+            if _is_uniform(part) and size_of(part) % size_of(example_block) == 0:
+                blocks[at] = example_block
         if len(set(blocks)) > 1:
             raise UndecidedError("examples are concatenated with other values")
         joint: Dim = merged([Factor(sum(map(size_of, parts)) // size_of(blocks[0]), VARYING), *blocks[0]])
     else:
-        is_uniform = len(parts) == 1 and all(factor.tag == UNIFORM for factor in parts[0])
-        joint = dim_of(sum(map(size_of, parts)), UNIFORM if is_uniform else VARYING)
+        uniform = math.gcd(*map(size_of, parts)) if all(map(_is_uniform, parts)) else 1
+        total = sum(map(size_of, parts))
+        joint = merged([Factor(total // uniform, VARYING if len(parts) > 1 else UNIFORM), Factor(uniform, UNIFORM)])
     dims = (*rest[:axis], joint, *rest[axis + 1 :])
     known = _folded(eqn, operands) if len(operands) == len(eqn.invars) else None
     return dataclasses.replace(_common(operands), dims=dims, known=known, columns=columns)
@@ -334,7 +362,10 @@ def _sum(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     kept = tuple(dim for at, dim in enumerate(x.dims) if at not in axes)
     summed = examples_in(x.dims[at] for at in axes)
     if not summed:
-        return dataclasses.replace(x, dims=kept, known=None, columns=())
+        size = math.prod(size_of(x.dims[at]) for at in axes)
+        is_random_sum = x.is_random and any(size % count == 0 for count in flow.batch_sizes)
+        is_random_sum = x.is_random_sum or is_random_sum
+        return dataclasses.replace(x, dims=kept, known=None, columns=(), is_random_sum=is_random_sum)
     if examples_in(kept):
         raise MixedExamplesError("it sums over groups of examples")
     return Value(kept, is_sum=True)
@@ -567,7 +598,7 @@ def _random(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Random numbers count as uniform, because examples may receive them in any order."""
     if any(x.depends for x in operands):
         raise UndecidedError("a random key depends on the batch")
-    return [Value(tuple(dim_of(size, UNIFORM) for size in x.aval.shape)) for x in eqn.outvars]
+    return [Value(tuple(dim_of(size, UNIFORM) for size in x.aval.shape), is_random=True) for x in eqn.outvars]
 
 
 # ---- Calls and loops -------------------------------------------------------------------------------------------------
@@ -585,9 +616,46 @@ def call(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     return out
 
 
-for _name in ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-              "custom_vjp_call_jaxpr", "custom_lin", "remat", "named_call"):  # fmt: skip
+for _name in ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_lin",
+              "remat", "named_call"):  # fmt: skip
     RULES[_name] = call
+
+
+@_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
+def custom_vjp(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """A function with a backward pass of its own, which may combine examples as well."""
+    out = call(flow, eqn, operands)
+    if flow.checks_backward and not any(x.combined for x in out):
+        _check_backward(flow, eqn, operands, out)
+    return out
+
+
+def _check_backward(flow: Flow, eqn: Any, operands: Sequence[Value], out: Sequence[Value]) -> None:
+    """Check that the backward pass of a `jax.custom_vjp` does not combine examples."""
+    args, results = ([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in xs] for xs in (eqn.invars, eqn.outvars))
+    at, at_out = ([i for i, x in enumerate(xs) if jax.numpy.issubdtype(x.dtype, np.inexact)] for xs in (args, results))
+
+    def grads(args: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def function(*floats: Any) -> Any:
+            given = list(args)
+            for i, x in zip(at, floats, strict=True):
+                given[i] = x
+            values = eqn.primitive.bind(*given, **params)
+            return [values[i] for i in at_out]
+
+        return jax.vjp(function, *(args[i] for i in at))[1](list(cotangents))
+
+    try:
+        params = eqn.primitive.get_bind_params(eqn.params)
+        jaxpr = jax.make_jaxpr(grads)(args, [results[i] for i in at_out])
+    except Exception:  # some functions can be differentiated in the trace of the loss only
+        return
+    after = flow.backward().inner(jaxpr, [*operands, *(Value(out[i].dims) for i in at_out)])
+    for i, grad in zip(at, after, strict=True):
+        if grad.combined is not None and grad.combined.kind == "dependent":
+            raise MixedExamplesError(f"in the backward pass of a custom_vjp, {grad.combined.why}")
+        if grad.is_sum and operands[i].examples:
+            raise MixedExamplesError("in the backward pass of a custom_vjp, each example receives a sum over all")
 
 
 @_rule("shard_map")
@@ -678,7 +746,8 @@ def _while(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     condition, body, carry = operands[:count], operands[count : count + more], operands[count + more :]
     carry, _ = _fixed_point(carry, lambda carry: flow.inner(params["body_jaxpr"], [*body, *carry]))
     (goes_on,) = flow.inner(params["cond_jaxpr"], [*condition, *carry])
-    if goes_on.depends:
+    # A loop under `vmap` has a condition per example.
+    if goes_on.depends and (not goes_on.dims or goes_on.combined or goes_on.is_sum):
         raise MixedExamplesError("the number of iterations of a loop depends on the examples")
     return list(carry)
 

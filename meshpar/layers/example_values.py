@@ -37,6 +37,10 @@ class Value:
     is_sum: bool = False
     """True if the array is a sum over all examples, and linear in the terms of each."""
     is_zero: bool = False
+    is_random: bool = False
+    """True for random numbers that do not depend on the batch, and for functions of them."""
+    is_random_sum: bool = False
+    """True for a sum of random numbers for all examples, and linear functions of it."""
     divisor: float = 1.0
     """Constant by which a sum over the examples was divided, or 1 if it is unknown."""
     known: np.ndarray | None = None
@@ -84,7 +88,7 @@ def constant(x: Any) -> Value:
 
 def is_exact(dtype: Any) -> bool:
     """Return whether a dtype is an integer or Boolean dtype."""
-    return bool(np.issubdtype(dtype, np.integer) or dtype == np.bool_)
+    return bool(jax.numpy.issubdtype(dtype, np.integer) or dtype == np.bool_)  # numpy does not know the dtype of keys
 
 
 def check_distinct(value: Value) -> None:

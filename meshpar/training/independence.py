@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 
 from meshpar.layers.example_flow import LAYERS, Examination, examine
@@ -31,9 +32,17 @@ LossFn = Callable[[Any, PyTree, jax.Array], tuple[Any, dict[str, Any]]]
 
 
 def traced_alone(
-    loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, read: Callable[[Any], PyTree]
+    loss_fn: LossFn,
+    options: StepOptions,
+    state: TrainState,
+    batch: PyTree,
+    read: Callable[[Any], PyTree],
+    *,
+    with_variables: bool = False,
 ) -> core.ClosedJaxpr:
     """Return the forward pass on a batch of shapes, traced for a single device. `read` selects parts of the loss.
+
+    `with_variables` adds the model's variables after the forward pass to the outputs.
 
     Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On a single device they
     compute all of it. A model that passes its mesh to `jax.shard_map` can only be traced on the mesh of the step.
@@ -44,7 +53,8 @@ def traced_alone(
         def loss(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> PyTree:
             with tracing(mesh, setup.strategy), numerics(options.precision, None):
                 model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-                return read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
+                loss = read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
+                return (loss, setup.model.collect(model)) if with_variables else loss
 
         params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
         return jax.make_jaxpr(loss)(params, extra, batch, key)
@@ -82,13 +92,30 @@ def examined(
     read: Callable[[LossTerms], tuple[jax.Array, ...]] = arrays_of,
 ) -> Examination:
     """Examine the loss of a step. `batch` is the batch of a step, or its shapes, and `read` selects the arrays."""
+    return _examined_and_traced(loss_fn, options, state, batch, read)[0]
+
+
+def _examined_and_traced(
+    loss_fn: LossFn,
+    options: StepOptions,
+    state: TrainState,
+    batch: PyTree,
+    read: Callable[[LossTerms], tuple[jax.Array, ...]],
+) -> tuple[Examination, core.Jaxpr]:
+    """Examine the loss of a step. Return its trace too, whose outputs are arrays of the loss and the variables."""
     batch = as_given(jax.tree.map(shape_of, batch))
     options = dataclasses.replace(options, precision=without_matmul(options.precision))
+
+    def arrays(loss: Any) -> PyTree:
+        return read(LossTerms.of(loss, {}, options.loss_is))
+
     with within(runner=_MarkedLayers()):
-        jaxpr = traced_alone(loss_fn, options, state, batch, lambda loss: read(LossTerms.of(loss, {}, options.loss_is)))
+        traced = traced_alone(loss_fn, options, state, batch, arrays, with_variables=True)
+    outputs = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - len(jax.tree.leaves(state.extra))]
+    jaxpr = core.ClosedJaxpr(traced.jaxpr.replace(outvars=outputs), traced.consts)
     rules = state.setup.strategy.activations
     before = state.params, state.extra
-    return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated)
+    return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated), traced.jaxpr
 
 
 def without_matmul(precision: Precision) -> Precision:
@@ -134,7 +161,7 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
     def read(terms: LossTerms) -> tuple[jax.Array, ...]:  # engines refuse scalars themselves
         return () if isinstance(terms.loss, ScalarLoss) and divided is not None else arrays_of(terms)
 
-    result = examined(loss_fn, options, state, batch, read)
+    result, traced = _examined_and_traced(loss_fn, options, state, batch, read)
     combined = result.combined
     if divided is None:
         divided = f"train_step(interleave={options.interleave})"
@@ -142,6 +169,8 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
     elif combined is None and options.loss_is is None and result.divisor > 1:
         _check_not_a_mean(loss_fn, options, state, batch, result.divisor, divided)
     if combined is None or (combined.kind == "undecided" and options.loss_is is not None):
+        if options.accumulate > 1:
+            _check_variables(traced, state, batch, divided)
         return
     raise _refusal(combined, divided, is_weight=combined in result.outputs[1:])
 
@@ -166,7 +195,34 @@ def _check_not_a_mean(
     check_cases(f"MeanLoss or SumLoss, under {divided}", "add the totals of parts of the batch", "ambiguous-loss", case)
 
 
-def _refusal(combined: Combined, divided: str, *, is_weight: bool) -> Exception:
+def _check_variables(jaxpr: core.Jaxpr, state: TrainState, batch: PyTree, divided: str) -> None:
+    """Check that the loss reads no variable that an earlier micro-step has updated from its examples."""
+    given, rules = as_given(jax.tree.map(shape_of, batch)), state.setup.strategy.activations
+    variables = jax.tree_util.tree_flatten_with_path(state.extra)[0]
+    before = len(jax.tree.leaves(state.params))
+    is_example = [
+        bool(x.shape) and rules.input_rule(path_str(path)) is not replicated
+        for path, x in jax.tree_util.tree_flatten_with_path(given)[0]
+    ]
+    num_arrays = len(jaxpr.outvars) - len(variables)
+
+    def inputs_of(*outputs: int) -> tuple[list[bool], list[bool]]:
+        """Return the variables and the leaves of the batch that some outputs depend on."""
+        wanted = [i in outputs for i in range(len(jaxpr.outvars))]
+        used = partial_eval.dce_jaxpr(jaxpr, wanted)[1][before:]
+        return used[: len(variables)], used[len(variables) : len(variables) + len(is_example)]
+
+    in_loss, _ = inputs_of(*range(num_arrays))
+    for i, (path, _) in enumerate(variables):
+        if not in_loss[i]:
+            continue
+        leaves = inputs_of(num_arrays + i)[1]
+        if any(used and example for used, example in zip(leaves, is_example, strict=True)):
+            why = "the loss reads this variable, which each micro-step updates from its examples"
+            raise _refusal(Combined("dependent", why, "state", f"`{path_str(path)}` of the model"), divided)
+
+
+def _refusal(combined: Combined, divided: str, *, is_weight: bool = False) -> Exception:
     where, requested = f"{combined.where}, under {divided}", "evaluate the loss on parts of the batch"
     parts = 'accept that each part computes its own value with train_step(..., loss_is="sum_over_parts")'
     if combined.kind == "dependent":

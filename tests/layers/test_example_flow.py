@@ -45,6 +45,43 @@ def recurrent(w, x, y, i):
     return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0].sum()
 
 
+def masked_at_random(w, x, y, i):
+    """A total and its weight, as in masked language models."""
+    mask = jax.random.bernoulli(jax.random.key(0), 0.15, (B,))
+    return (nats(x @ w, i) * mask).sum(), mask.sum()
+
+
+def mean_at_random(w, x, y, i):
+    total, weight = masked_at_random(w, x, y, i)
+    return total / weight
+
+
+def class_token(w, x, y, i):
+    return (jnp.concatenate([jnp.tile(w[:1], (B, 1, 1)), x[:, None]], axis=1) @ w).sum()
+
+
+def loop_of_each_example(w, x, y, i):
+    return jax.vmap(lambda x: lax.while_loop(lambda x: x.max() < 3, lambda x: 2 * x, x))(x).sum()
+
+
+def unconditional(w, x, y, i):
+    """Classifier-free guidance, Ho and Salimans 2022."""
+    conditional, other = jnp.split(jnp.concatenate([x, jnp.zeros_like(x)]) @ w, 2)
+    return ((2 * conditional - other - y) ** 2).sum()
+
+
+def real_and_generated(w, x, y, i):
+    logits = (jnp.concatenate([x, y]) @ w)[:, 0]
+    return optax.sigmoid_binary_cross_entropy(logits, jnp.concatenate([jnp.ones(B), jnp.zeros(B)])).sum()
+
+
+def with_backward(backward):
+    """Return the identity with a backward pass of its own, as a loss."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, x), lambda x, g: (backward(g),))
+    return lambda w, x, y, i: (identity(x @ w) * y).sum()
+
+
 INDEPENDENT = {
     "cross entropy": lambda w, x, y, i: nats(x @ w, i).sum(),
     "one-hot labels": lambda w, x, y, i: (jax.nn.log_softmax(x @ w) * jax.nn.one_hot(i, D)).sum(),
@@ -64,6 +101,13 @@ INDEPENDENT = {
     "a term of 0": lambda w, x, y, i: (x @ w).sum() + 0.0 * (w**2).sum(),
     "checkpoint": lambda w, x, y, i: jax.checkpoint(lambda x: jnp.sin(x @ w))(x).sum(),
     "order statistics of an example": lambda w, x, y, i: (jnp.sort(x) - lax.top_k(x, 1)[0]).sum(),
+    "repeated examples": lambda w, x, y, i: (jnp.tile(x, (3, 2)).reshape(3, B, -1).max(0) * jnp.tile(y, 2)).sum(),
+    "class token": class_token,
+    "examples and zeros": unconditional,
+    "labels of concatenated examples": real_and_generated,
+    "random mask and its sum": masked_at_random,
+    "loop of each example": loop_of_each_example,
+    "gradients limited per example": with_backward(lambda g: g / (1 + jnp.linalg.norm(g, axis=1, keepdims=True))),
     "one element written": lambda w, x, y, i: x.at[jnp.arange(B), i].set(-1e9).sum(),
 }
 DEPENDENT = {
@@ -88,6 +132,9 @@ DEPENDENT = {
     "segment sums": lambda w, x, y, i: (jax.ops.segment_sum(x, i, num_segments=3) ** 2).sum(),
     "loop until all have converged": lambda w, x, y, i: lax.while_loop(lambda x: x.max() < 3, lambda x: 2 * x, x).sum(),
     "a user's scope with the name of routed experts": in_a_scope_of_experts,
+    "gradients divided by their norm": with_backward(lambda g: g / jnp.linalg.norm(g)),
+    "centered gradients": with_backward(lambda g: g - g.mean(0)),
+    "summed gradients": with_backward(lambda g: jnp.broadcast_to(g.sum(0), g.shape)),
     "a rounded sum": lambda w, x, y, i: (x @ w).sum().astype(jnp.int32),
     "a bound of the weight": lambda w, x, y, i: jnp.maximum(i.sum(), 1),
 }
@@ -95,6 +142,7 @@ UNDECIDED = {
     "weight decay in the total": lambda w, x, y, i: (x @ w).sum() + (w**2).sum(),
     "weights by position": lambda w, x, y, i: (jnp.arange(B)[:, None] * x).sum(),
     "a sum in a loop over examples": lambda w, x, y, i: lax.scan(lambda c, x: (c + (x @ w).sum(), None), 0.0, x)[0],
+    "divided by a random sum": mean_at_random,
     "a callback": lambda w, x, y, i: jax.pure_callback(np.sin, x, x).sum(),
     "no example": lambda w, x, y, i: (w**2).sum(),
 }

@@ -134,6 +134,33 @@ def test_batch_norm_is_refused_with_micro_steps():
     assert np.isfinite(one_step(mp.ddp(), of_images, model, accumulate=2, loss_is="sum_over_parts"))
 
 
+class Queue(nnx.Module):
+    """Negatives from earlier steps, as in He et al. 2019, Momentum Contrast."""
+
+    def __init__(self, rngs):
+        self.down, self.negatives = nnx.Linear(8, 3, rngs=rngs), nnx.BatchStat(jnp.ones((4, 3)))
+        self.seen, self.dropout = nnx.BatchStat(jnp.zeros(())), nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x):
+        self.seen[...] = self.seen[...] + len(x)
+        return self.dropout(self.down(x))
+
+
+def with_negatives(model, batch, key):
+    u, negatives = model(batch["x"]), model.negatives[...]
+    model.negatives[...] = jnp.concatenate([jax.lax.stop_gradient(u), negatives])[:4]
+    return mp.MeanLoss(jax.nn.logsumexp(u @ negatives.T, axis=-1).sum(), len(u)), {}
+
+
+def test_loss_that_reads_variables_of_earlier_micro_steps_is_refused():
+    model = mp.from_nnx(Queue)
+    assert np.isfinite(one_step(mp.ddp(), with_negatives, model))
+    with raises("dependent-examples", "`negatives`"):
+        one_step(mp.ddp(), with_negatives, model, accumulate=2)
+    right = one_step(mp.ddp(), of_images, model, axes={"data": 1})
+    assert one_step(mp.ddp(), of_images, model, accumulate=2) == pytest.approx(right, rel=1e-5)
+
+
 def test_weight_that_is_not_a_sum_is_refused():
     def bounded(model, batch, key):
         u, _ = model(batch["x"], batch["y"])
