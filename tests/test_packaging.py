@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -151,3 +154,12 @@ def test_missing_or_old_interpreter_is_a_clear_error(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert done.stdout == ""
         assert all(part in done.stderr for part in (asked, "there is:", "what to do:", "make test PYTHON="))
+
+
+def test_no_function_has_the_name_of_a_submodule() -> None:
+    # Importing the submodule would replace the function in its package.
+    packages = [module.name for module in pkgutil.iter_modules(meshpar.__path__) if module.ispkg]
+    for package in ("meshpar", *(f"meshpar.{name}" for name in packages)):
+        names = getattr(importlib.import_module(package), "__all__", ())
+        for name in (name for name in names if importlib.util.find_spec(f"{package}.{name}")):
+            assert importlib.import_module(f"{package}.{name}") is getattr(sys.modules[package], name), name

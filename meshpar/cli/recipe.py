@@ -34,8 +34,8 @@ from meshpar.optim.averages import ema
 from meshpar.optim.matrix_dims import decayed
 from meshpar.optim.moments import DTYPES, low_precision_moments, offload_state
 from meshpar.optim.orthogonalized import matrices, muon
-from meshpar.optim.per_layer import per_layer
 from meshpar.optim.rounding import stochastic_rounding
+from meshpar.optim.stacked_layers import per_layer
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from meshpar.optim.averages import ema, ema_params, eval_params
     from meshpar.optim.moments import low_precision_moments, offload_state
     from meshpar.optim.orthogonalized import muon
-    from meshpar.optim.per_layer import per_layer
     from meshpar.optim.rounding import stochastic_rounding
+    from meshpar.optim.stacked_layers import per_layer
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -40,8 +40,8 @@ from meshpar.layers.losses import (
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.layers.scan import is_part
-from meshpar.optim.per_layer import check_stacks
 from meshpar.optim.rounding import lost_updates, rounds_stochastically
+from meshpar.optim.stacked_layers import check_stacks
 from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within

@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli.recipe import Optax
-from meshpar.optim.per_layer import check_stacks, per_layer
+from meshpar.optim.stacked_layers import check_stacks, per_layer
 from tests.errors import raises
 from tests.grid import cases
 
@@ -39,6 +39,10 @@ OPTIMIZERS = {
     "optax.muon": lambda: optax.contrib.muon(0.1),
     "in a condition": lambda: optax.apply_if_finite(optax.lamb(0.1), 3),
     "after a global norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
+    "before a global norm": lambda: optax.chain(optax.lamb(0.1), optax.clip_by_global_norm(1.0)),
+    "between global norms": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.lamb(0.1), optax.normalize_by_update_norm()
+    ),
 }
 INDEPENDENT = {
     "adamw": lambda: optax.adamw(0.1),
@@ -48,6 +52,11 @@ INDEPENDENT = {
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
     "prodigy": lambda: optax.contrib.prodigy(),
     "muon": lambda: mp.Muon().build(steps=3, names=NAMES),
+    "the loss": lambda: optax.contrib.momo_adam(0.1),
+    "line search": lambda: optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)),
+    "large updates": lambda: optax.MultiSteps(
+        optax.adam(0.1), 1, lambda *args: optax.skip_large_updates(*args, max_squared_norm=1.0)
+    ).gradient_transformation(),
     "lookahead": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
 }
 
@@ -71,7 +80,7 @@ def two_updates(tx, params, grads):
     return jax.jit(update)(params, grads)
 
 
-PER_ARRAY = [name for name in OPTIMIZERS if name != "after a global norm"]
+PER_ARRAY = [name for name in OPTIMIZERS if "global norm" not in name]
 
 
 @pytest.mark.parametrize("name", cases("lamb", "adafactor", grid=PER_ARRAY))
@@ -89,7 +98,7 @@ def test_a_stack_as_one_array_is_wrong():
     assert float(jnp.abs(actual["up"][0]).max() / jnp.abs(expected["up", 0]).max()) > 50
 
 
-@pytest.mark.parametrize("name", cases("lamb", "sm3", "after a global norm", grid=OPTIMIZERS))
+@pytest.mark.parametrize("name", cases("lamb", "sm3", "after a global norm", "before a global norm", grid=OPTIMIZERS))
 def test_statistics_over_stacks_are_refused(name):
     tx = OPTIMIZERS[name]()
     with raises("unsupported-feature", "the optimizer"):
@@ -97,6 +106,15 @@ def test_statistics_over_stacks_are_refused(name):
     wrapped = per_layer(tx, NAMES)
     check_stacks(wrapped, PARAMS, jax.eval_shape(wrapped.init, PARAMS), NAMES)
     check_stacks(tx, PARAMS, jax.eval_shape(tx.init, PARAMS), {})
+
+
+def test_optimizers_that_need_the_loss_are_checked():
+    plateau = optax.contrib.reduce_on_plateau()
+    for tx in (optax.chain(optax.lamb(0.1), plateau), optax.chain(plateau, optax.fromage(0.1))):
+        with raises("unsupported-feature", "the optimizer"):
+            check_stacks(tx, PARAMS, jax.eval_shape(tx.init, PARAMS), NAMES)
+    tx = optax.chain(per_layer(optax.lamb(0.1), NAMES), plateau)
+    check_stacks(tx, PARAMS, jax.eval_shape(tx.init, PARAMS), NAMES)
 
 
 @pytest.mark.parametrize("name", cases("global norm", "int8 moments", grid=INDEPENDENT))

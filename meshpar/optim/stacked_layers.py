@@ -24,7 +24,8 @@ def per_layer(tx: optax.GradientTransformation, names: Mapping[str, Names | None
 
     Arrays with equal stack dims are updated together. Statistics over all parameters, such as a global norm, must
     therefore be outside of the wrapper: `optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lamb(1e-3),
-    names))`. Arrays in the state have the stack dims first, and counters have a value for each layer.
+    names))`. The same is true of transformations that need the loss, such as `reduce_on_plateau`. Arrays in the state
+    have the stack dims first, and counters have a value for each layer.
 
     Args:
       tx: an optax optimizer. It receives gradients, state and parameters, but no extra arguments.
@@ -102,23 +103,33 @@ def check_stacks(
     """
     paths = [path for path, _ in tree_leaves_with_paths(params)]
     stacks = [
-        {dim: frozenset({index}) for dim in stack_dims(names.get(path)) if x.shape[dim] > 1}
-        for index, (path, x) in enumerate(tree_leaves_with_paths(params))
+        [dim for dim in stack_dims(names.get(path)) if x.shape[dim] > 1] for path, x in tree_leaves_with_paths(params)
     ]
     if not any(stacks) or len(paths) == 1:  # the statistic of a single array is also that of all arrays
         return
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> Any:
+        def value_fn(params: PyTree, **_: Any) -> jax.Array:
+            return value + sum(jnp.vdot(x, x).real for x in jax.tree.leaves(params))
+
+        arguments = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+        return optax.with_extra_args_support(tx).update(grads, opt_state, params, **arguments)
+
     try:
-        jaxpr = jax.make_jaxpr(lambda *args: tx.update(*args))(params, opt_state, params)
-    except Exception:  # it needs a loss or values, and the step reports other errors
+        jaxpr = jax.make_jaxpr(update)(params, opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception:  # the step reports it
         return
     walk = _Walk()
-    inputs = [_Value(dims, frozenset()) for dims in stacks]
+    inputs = [  # all dims of other arrays, whose statistics are not checked but are added to those of the stacks
+        _Value(dict.fromkeys(dims or range(len(x.shape)), frozenset({index})), frozenset())
+        for index, (dims, x) in enumerate(zip(stacks, jax.tree.leaves(params), strict=True))
+    ]
     outputs = [_Value({}, frozenset())] * (len(paths) + len(jax.tree.leaves(opt_state)))
     for _ in range(2):  # a statistic of the first update may be in the state, as in SM3
-        outputs = walk.run(jaxpr.jaxpr, [*inputs, *outputs[len(paths) :], *inputs])
+        outputs = walk.run(jaxpr.jaxpr, [*inputs, *outputs[len(paths) :], *inputs, _Value({}, frozenset())])
     outputs = outputs[: len(paths)]
     for statistic, owner in enumerate(walk.owners):
-        if [index for index, value in enumerate(outputs) if statistic in value.statistics] == [owner]:
+        if stacks[owner] and [index for index, value in enumerate(outputs) if statistic in value.statistics] == [owner]:
             shape = dict(tree_leaves_with_paths(params))[paths[owner]].shape
             counts = ", ".join(f"`{names[paths[owner]][dim]}` ({shape[dim]})" for dim in stacks[owner])  # type: ignore[index]
             where, requested = f"the optimizer, `{paths[owner]}` {list(shape)}", f"update the stack of {counts}"
@@ -133,10 +144,13 @@ class _Value(NamedTuple):
     stacks: dict[int, frozenset[int]]
     """The parameters, by number, that each dim stacks. Other dims are missing."""
     statistics: frozenset[int]
-    """The statistics that the array depends on."""
+    """The statistics of single parameters that the array depends on."""
+    is_global: bool = False
+    """Whether the array is a sum of statistics of several parameters, such as a global norm."""
 
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+_SUMS = ("add", "add_any", "max", "min", "and", "or")
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
@@ -199,8 +213,12 @@ class _Walk:
             return _Value(_moved(dims, [d for d in range(len(shapes[0])) if d not in params["dimensions"]]), new)
         if name == "reshape":
             return _Value(_reshaped(dims, shapes[0], shape), new)
+        owners = [{self.owners[statistic] for statistic in x.statistics} for x in operands]
+        is_global = any(x.is_global and not x.stacks for x in operands)
+        if name in _SUMS and shape == () and (is_global or set[int]().union(*owners) not in owners):
+            return _Value({}, frozenset(), True)
         same = (x.stacks for x, operand_shape in zip(operands, shapes, strict=True) if len(operand_shape) == len(shape))
-        return _Value(_union(*same), new)
+        return _Value(_union(*same), new, is_global)
 
     def _over(self, eqn: Any, operand: _Value, axes: Sequence[int]) -> frozenset[int]:
         """Return new statistics for the parameters whose stack dims are reduced."""
@@ -213,7 +231,11 @@ class _Walk:
 
 def _joined(branches: Sequence[list[_Value]]) -> list[_Value]:
     return [
-        _Value(_union(*(x.stacks for x in values)), frozenset[int]().union(*(x.statistics for x in values)))
+        _Value(
+            _union(*(x.stacks for x in values)),
+            frozenset[int]().union(*(x.statistics for x in values)),
+            any(x.is_global for x in values),
+        )
         for values in zip(*branches, strict=True)
     ]
 
