@@ -382,7 +382,8 @@ def _check_devices(where: str, mesh: AnyMesh) -> None:
 def load_params(state: TrainState, params: PyTree) -> TrainState:
     """Return a state with pretrained weights and a new optimizer state.
 
-    All other arrays are shared with the input state. An array that appears several times is copied.
+    The parameters are copies, so a step with the result leaves `params` as they are. All other arrays are shared with
+    the input state.
 
     Args:
       state: the state.
@@ -421,7 +422,8 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         jax.device_put(_cast(path, weights[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
         for path, decision in decisions.items()
     ]
-    new = jax.tree.unflatten(jax.tree.structure(state.params), _without_aliases(loaded, jax.tree.leaves(state.extra)))
+    others = [*jax.tree.leaves(state.extra), *(x for x in weights.values() if isinstance(x, jax.Array))]
+    new = jax.tree.unflatten(jax.tree.structure(state.params), _without_aliases(loaded, others))
     init = setup.jit(setup.tx.init, setup.shardings.opt_state)
     return state.replace(params=new, opt_state=init(setup.trained(new)))
 

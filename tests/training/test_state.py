@@ -189,6 +189,19 @@ def test_equal_paths_with_different_shardings_are_an_error():
         mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
 
 
+def test_load_params_leaves_the_weights_to_the_caller():
+    mesh, batch = mp.MeshSpec(fsdp=8).build(), {"x": np.ones((8, 3), np.float32)}
+    teacher, student = (
+        mp.init_state(make_model(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=key) for key in (0, 1)
+    )
+    single = jax.tree.map(jnp.asarray, jax.device_get(teacher.params))  # on one device
+    for weights in (teacher.params, single):
+        before = jax.device_get(weights)
+        mp.train_step(loss)(mp.load_params(student, weights), batch)  # donates the loaded state
+        jax.tree.map(np.testing.assert_array_equal, weights, before)
+        student = mp.init_state(make_model(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=1)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_load_params_copies_weights_used_twice(again):
     def init(key):
