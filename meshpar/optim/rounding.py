@@ -127,12 +127,6 @@ def _in_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x, tree)
 
 
-def rounds_stochastically(opt_state: PyTree) -> bool:
-    """Return whether an optimizer state is from `stochastic_rounding`."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, StochasticRoundingState))
-    return any(isinstance(leaf, StochasticRoundingState) for leaf in leaves)
-
-
 def lost_updates(params: PyTree, updates: PyTree) -> jax.Array | None:
     """Return the share of nonzero updates that do not change their parameter, or None without 16-bit parameters.
 

@@ -40,7 +40,7 @@ from meshpar.layers.losses import (
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.layers.scan import is_part
-from meshpar.optim.rounding import lost_updates, rounds_stochastically
+from meshpar.optim.rounding import lost_updates
 from meshpar.optim.stacked_layers import check_stacks
 from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
@@ -637,7 +637,7 @@ def _update(
         setup, grads, before_update, old, value=loss, grad=grads, value_fn=value_fn, obj_fn=value_fn
     )
     params = optax.apply_updates(old, updates)
-    if not rounds_stochastically(opt_state) and (lost := lost_updates(old, updates)) is not None:
+    if (lost := lost_updates(old, updates)) is not None:
         metrics[LOST_UPDATES] = lost
     skipped, extra = state.skipped, setup.model.after_update(totals.extra)
     conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []

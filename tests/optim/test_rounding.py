@@ -55,9 +55,19 @@ def test_bfloat16_parameters_lose_most_updates_and_a_warning_reports_the_share()
     assert 0.5 < float(metrics["lost_updates"]) < 1
 
 
+def test_lost_updates_are_reported_if_some_parameters_are_rounded_stochastically():
+    def labels(params):
+        return {name: "stochastic" if name == min(params) else "nearest" for name in params}
+
+    rules = {"stochastic": mp.optim.stochastic_rounding(optax.adamw(LR)), "nearest": optax.adamw(LR)}
+    with pytest.warns(UserWarning, match="of the updates are lost"):
+        _, _, metrics = trained(optax.partition(rules, labels), num_steps=4)
+    assert 0.5 < float(metrics["lost_updates"]) < 1
+
+
 def test_stochastic_rounding_follows_float32(exact):
     before, after, metrics = trained(mp.optim.stochastic_rounding(optax.adamw(LR)))
-    assert "lost_updates" not in metrics
+    assert float(metrics["lost_updates"]) == 0
     assert all(x.dtype == jnp.bfloat16 for x in after.values())
     moved, expected = (
         np.concatenate(
