@@ -114,8 +114,13 @@ class Template:
             requested, fix, code = f"render it with {self.where}", "use a different template", "render-failed"
             if "rejected" in reply:
                 where, code = f"{where}, message {reply['rejected']}", "unsupported-feature"
-                reply["error"] = "the template renders earlier messages differently if this message follows"
-                fix = "use a template that keeps earlier messages, or that marks answers with {% generation %}"
+                if reply["prompt"]:
+                    prompt = f"{reply['prompt']!r:.60}"
+                    reply["error"] = f"the rendered message does not start with the generation prompt, {prompt}"
+                    fix = "use a template that writes it in messages, or that marks answers with {% generation %}"
+                else:
+                    reply["error"] = "the template renders earlier messages differently if this message follows"
+                    fix = "use a template that keeps earlier messages, or that marks answers with {% generation %}"
             raise problem(where, requested, reply["error"], fix, code)
         return [Rendered(text, [(start, stop) for start, stop in spans]) for text, spans in reply["result"]]
 

@@ -52,7 +52,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Rejected(Exception):
-    """Raised with the index of a message if its position in the text cannot be determined."""
+    """Raised if the position of an answer in the text cannot be determined.
+
+    The arguments are the index of the message and the generation prompt, which is not the start of the message. The
+    prompt is empty if the template changes earlier messages.
+    """
 
 
 class Renderer:
@@ -83,7 +87,9 @@ class Renderer:
             before, _ = text(messages[:number], prompt=True)
             upto, _ = text(messages[: number + 1], prompt=False)
             if not upto.startswith(before):
-                raise _Rejected(number)
+                history, _ = text(messages[:number], prompt=False)
+                is_kept = before.startswith(history) and upto.startswith(history)
+                raise _Rejected(number, before[len(history) :] if is_kept else "")
             spans = texts.pop()[1] if texts and upto.startswith(texts[-1][0]) else []
             texts.append((upto, [*spans, (len(before), len(upto))]))
         if not texts or full.startswith(texts[-1][0]):
@@ -127,7 +133,7 @@ def _reply(function: Callable[..., Any], *args: Any) -> bytes:
     try:
         return json.dumps({"result": function(*args)}, ensure_ascii=False).encode()
     except _Rejected as rejected:
-        reply = {"rejected": rejected.args[0]}
+        reply = {"rejected": rejected.args[0], "prompt": rejected.args[1]}
     except MemoryError:
         reply = {"error": "it needs too much memory"}
     except Exception as error:  # including SyntaxError, RecursionError and AssertionError

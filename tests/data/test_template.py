@@ -41,6 +41,8 @@ def check_rejected(source: str, match: str) -> None:
     ("{{ ''.__class__ }}{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}", "if this message follows"),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+     "{% if add_generation_prompt %}<assistant><think>{% endif %}", "generation prompt, '<assistant><think>'"),
     ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
     ("{{ lipsum(n=10 ** 9) }}", "UndefinedError"),
