@@ -162,7 +162,7 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
         return () if isinstance(terms.loss, ScalarLoss) and divided is not None else arrays_of(terms)
 
     result, traced = _examined_and_traced(loss_fn, options, state, batch, read)
-    combined = result.combined
+    combined, is_layer = result.combined, divided is None
     if divided is None:
         divided = f"train_step(interleave={options.interleave})"
         combined = min(result.in_layers, key=lambda x: x.kind, default=None)
@@ -172,7 +172,7 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
         if options.accumulate > 1:
             _check_variables(traced, state, batch, divided)
         return
-    raise _refusal(combined, divided, is_weight=combined in result.outputs[1:])
+    raise _refusal(combined, divided, is_weight=combined in result.outputs[1:], is_layer=is_layer)
 
 
 def _check_not_a_mean(
@@ -222,12 +222,14 @@ def _check_variables(jaxpr: core.Jaxpr, state: TrainState, batch: PyTree, divide
             raise _refusal(Combined("dependent", why, "state", f"`{path_str(path)}` of the model"), divided)
 
 
-def _refusal(combined: Combined, divided: str, *, is_weight: bool = False) -> Exception:
+def _refusal(combined: Combined, divided: str, *, is_weight: bool = False, is_layer: bool = False) -> Exception:
     where, requested = f"{combined.where}, under {divided}", "evaluate the loss on parts of the batch"
     parts = 'accept that each part computes its own value with train_step(..., loss_is="sum_over_parts")'
     if combined.kind == "dependent":
         reason = f"the loss combines examples: {combined.why}"
         fix = f"use ddp() or fsdp() with accumulate=1, which evaluate it on the global batch, or {parts}"
+        if is_layer:
+            reason, fix = f"a layer combines examples: {combined.why}", f"use interleave=1, or {parts}"
         if is_weight:
             reason = f"the weight of the MeanLoss is not a sum over examples: {combined.why}"
             fix = "return a sum as the weight, such as mask.sum(); the loss is 0 if it is 0"
