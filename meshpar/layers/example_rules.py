@@ -292,7 +292,7 @@ def concatenate(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
         blocks = [part[1:] if part and not isinstance(part[0].tag, Examples) else part for part in parts]
         example_block = next(block for block in blocks if examples_in([block]))
         for at, part in enumerate(parts):  # equal values for all examples, such as zeros
-            if _is_uniform(part) and size_of(part) % size_of(example_block) == 0:
+            if _is_uniform(part) and size_of(part) == size_of(example_block):
                 blocks[at] = example_block
         if len(set(blocks)) > 1:
             raise UndecidedError("examples are concatenated with other values")
@@ -363,7 +363,9 @@ def _sum(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     summed = examples_in(x.dims[at] for at in axes)
     if not summed:
         size = math.prod(size_of(x.dims[at]) for at in axes)
-        is_random_sum = x.is_random and any(size % count == 0 for count in flow.batch_sizes)
+        is_random_sum = x.is_random and any(
+            size % count == 0 and all(size_of(dim) % count for dim in kept) for count in flow.batch_sizes
+        )
         is_random_sum = x.is_random_sum or is_random_sum
         return dataclasses.replace(x, dims=kept, known=None, columns=(), is_random_sum=is_random_sum)
     if examples_in(kept):

@@ -143,6 +143,7 @@ UNDECIDED = {
     "weights by position": lambda w, x, y, i: (jnp.arange(B)[:, None] * x).sum(),
     "a sum in a loop over examples": lambda w, x, y, i: lax.scan(lambda c, x: (c + (x @ w).sum(), None), 0.0, x)[0],
     "divided by a random sum": mean_at_random,
+    "padding to a number of examples": lambda w, x, y, i: (jnp.concatenate([x, jnp.zeros((4 * B, D))]) @ w).sum(),
     "a callback": lambda w, x, y, i: jax.pure_callback(np.sin, x, x).sum(),
     "no example": lambda w, x, y, i: (w**2).sum(),
 }
