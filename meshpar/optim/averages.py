@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshpar.optim.matrix_dims import stack_dims
 from meshpar.optim.rounding import checked
 from meshpar.sharding.context import apart
 from meshpar.sharding.errors import check_cases
@@ -94,6 +95,7 @@ def schedule_free_iterate(params: Any, z: Any, b1: Any) -> jax.Array:
     """
     dtype = jnp.promote_types(params.dtype, jnp.float32)
     params, z, b1 = (jnp.asarray(x, dtype) for x in (params, z, b1))
+    b1 = b1.reshape(b1.shape + (1,) * (params.ndim - b1.ndim))  # a scalar, or a value for each layer
     return (params - (1 - b1) * z) / b1
 
 
@@ -117,6 +119,8 @@ def eval_params(state: TrainState) -> TrainState:
     if not schedule_free_of(state.opt_state):
         return state
 
+    names = {decision.path: decision.leaf.names for decision in setup.table.params}
+
     def evaluated(opt_state: PyTree, params: PyTree) -> PyTree:
         iterates = {
             path: (z, found.b1)
@@ -126,8 +130,14 @@ def eval_params(state: TrainState) -> TrainState:
 
         def iterate(key_path: Any, x: jax.Array) -> jax.Array:
             path = path_str(key_path)
-            # A copy of other parameters, because the next step donates the original state.
-            return schedule_free_iterate(x, *iterates[path]).astype(x.dtype) if path in iterates else jnp.copy(x)
+            if path not in iterates:  # a copy, because the next step donates the original state
+                return jnp.copy(x)
+            z, b1 = iterates[path]
+            # `per_layer` has a value of b1 for each layer, and the stack dims first.
+            dims = stack_dims(names.get(path)) if jnp.ndim(b1) else ()
+            first = range(len(dims))
+            iterate = schedule_free_iterate(jnp.moveaxis(x, dims, first), z, b1)
+            return jnp.moveaxis(iterate, first, dims).astype(x.dtype)
 
         return jax.tree_util.tree_map_with_path(iterate, params)
 

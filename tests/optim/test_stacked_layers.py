@@ -150,3 +150,15 @@ def test_a_step_refuses_statistics_over_stacks():
         else:
             with raises(expected, "the optimizer"):
                 mp.train_step(loss).trace(state, batch)
+
+
+def test_eval_params_of_schedule_free_layers():
+    names, params = ({name: tree[name] for name in ("up", "odd", "head")} for tree in (NAMES, PARAMS))
+    model = mp.from_functions(lambda key: params, lambda params, x: x, names=names)
+    tx = per_layer(optax.contrib.schedule_free(optax.lamb(0.1), 0.1, b1=0.8), names)
+    mesh = mp.MeshSpec(data=1).build(jax.devices()[:1])
+    state = mp.init_state(model, tx, mesh=mesh, strategy=mp.ddp(), key=0)
+    # The iterate z is still the initial value.
+    state = state.replace(params=jax.tree.map(lambda p: p + 1, params))
+    for name, x in mp.eval_params(state).params.items():
+        np.testing.assert_allclose(x, params[name] + 1 / 0.8, rtol=1e-5, atol=1e-5)
