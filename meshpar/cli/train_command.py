@@ -662,7 +662,10 @@ def _report(
     done = result.reason == "done"
     curves = list(read_lines(folder / "metrics.jsonl"))
     validations = (
-        {name[4:]: value for name, value in line.items() if name.startswith("val_")} for line in curves[::-1]
+        {name[4:]: value for name, value in line.items() if name.startswith("val_")}
+        for line in curves[::-1]
+        # If the last validation has no line, an earlier one does not describe the trained model.
+        if not done or line.get("step") == result.step
     )
     valid = next(filter(None, validations), {})
     layers = next((line[experts.LAYERS] for line in reversed(curves) if experts.LAYERS in line), None)

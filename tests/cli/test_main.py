@@ -246,6 +246,22 @@ def test_new_run_folder_is_private(meshpar, tmp_path):
     assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
 
 
+def test_report_omits_an_earlier_validation_if_the_last_one_was_lost(meshpar, tmp_path):
+    recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none", "--set", "validate_every=1")
+    assert meshpar(*args)[0] == 0
+    summary = metrics.parent / "summary.json"
+    assert json.loads(summary.read_text())["validation"]["loss"] > 0
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if not ('"step": 3,' in line and "val_loss" in line)))
+    with pytest.warns(UserWarning, match="it lacks validations after steps 3"):
+        code, out, error = meshpar(*args)
+    assert code == 2
+    assert "the metrics of validations after steps 3 are missing" in error
+    assert "held-out" not in out
+    assert json.loads(summary.read_text())["validation"] == {}
+
+
 @pytest.mark.matrix
 def test_lost_metrics_exit_with_2_until_they_are_restored(meshpar, tmp_path):
     recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
