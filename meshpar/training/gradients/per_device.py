@@ -108,7 +108,8 @@ def _summed(g: jax.Array, axes: tuple[str, ...], spec: PartitionSpec, setup: Set
     scattered = [dim for dim, axis in enumerate(axes) if axis in sharding_axes]
     remaining = tuple(axis for axis in axes if axis not in sharding_axes)
     # jnp.sum would reduce low-precision dtypes in float32.
-    g = lax.reduce(g, zero, lax.add, scattered)
+    if scattered:
+        g = lax.reduce(g, zero, lax.add, scattered)
     if not remaining:
         return with_layout(g, NamedSharding(setup.mesh, spec))
     g = with_layout(g, NamedSharding(setup.mesh, PartitionSpec(*remaining, *spec)))
