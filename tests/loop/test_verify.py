@@ -87,13 +87,13 @@ FAULTS = {
         "training.gradients.per_device", "lax.psum((sums.loss, sums.metrics), axes)",
         "(sums.loss, sums.metrics)", f"data=2; ddp(); {ONCE}",
     ),
-    "gradients of one device": Fault(
-        "training.gradients.per_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
-        f"data=2; ddp(); {ONCE}", words="step 1: gradient",
-    ),
     "gradients of one group": Fault(
-        "training.gradients.per_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
-        "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2", words="step 1: gradient",
+        "training.gradients.per_device", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
+        "g[(0,) * len(remaining)]", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2", words="step 1: gradient",
+    ),
+    "gradients that are not finite": Fault(
+        "training.gradients.per_device", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
+        "g[(0,) * len(remaining)] * np.nan", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2", words="step 1: gradient",
     ),
     "a reduction over the wrong axis": Fault(
         "training.gradients.per_device", "sums = _reduce_all_but_gradients(sums, axes)",
@@ -176,6 +176,7 @@ def plant(monkeypatch):
     cases(
         "a dropped psum of the loss",
         "gradients of one group",
+        "gradients that are not finite",
         "a mean of the means of micro-steps",
         "a loss over pairs in micro-steps",
         grid=FAULTS,
