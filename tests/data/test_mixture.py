@@ -187,12 +187,14 @@ def test_files_give_short_names_to_paths(folder):
     ({"sources": {"web": 1}, "files": {"web": 3}}, "wrong-type", "files['web']"),
     ({"sources": {"web": 0.5, "no_such": 0.5}}, "missing-file", "source `no_such`"),
     ({"sources": {"web": 0.5, "web/3.txt": 0.5}}, "conflict", "source `web/3.txt`"),
+    ({"sources": {"web": 0.5, "link": 0.5}}, "conflict", "source `link`"),
     ({"sources": {"web": 0.5, "empty": 0.5}}, "not-found", "source `empty`"),
     ({"sources": WEIGHTS, "seq_len": 300}, "out-of-range", "source `code`"),
     ({"sources": WEIGHTS, "batch_size": 40}, "out-of-range", "source `code`"),
 ])  # fmt: skip
 def test_mixture_rejects_bad_sources(folder, fields, code, where):
     (folder / "empty").mkdir()
+    (folder / "link").symlink_to("web")
     with raises(code, where):
         opened(**fields)
 

@@ -200,6 +200,16 @@ def test_run_resumes_with_cached_tokens(corpus, words, tmp_path, monkeypatch):
         assert [np.array_equal(next(batches)["targets"], batch) for batch in expected[3:]] == [True, True]
 
 
+def test_cache_of_another_field_is_not_reused(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    rows = [{"question": f"q{i}" * 20, "answer": f"a{i}" * 20} for i in range(10)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for field in ("question", "answer"):
+        cached = make_streams(folder, text_field=field, cache=str(tmp_path / "cache"))
+        assert cached.fingerprint == make_streams(folder, text_field=field).fingerprint
+
+
 def test_cache_key_depends_on_options_and_contents(corpus, words, tmp_path):
     folder, _ = corpus
     for number in range(2):

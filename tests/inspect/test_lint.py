@@ -16,8 +16,9 @@ import pytest
 import meshpar as mp
 from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.inspect import census
+from meshpar.inspect.compiler_messages import Rematerialization
 from meshpar.inspect.hlo.parser import ArrayShape
-from meshpar.inspect.lint import Finding, _gathers_batch, lint
+from meshpar.inspect.lint import Finding, _full_bytes, _gathers_batch, lint
 from meshpar.inspect.timeline.simulator import timeline
 from tests.grid import cases
 from tests.inspect import saved
@@ -124,6 +125,20 @@ def test_gathered_examples_of_a_micro_step_are_found(accumulate, dims, gathered,
         ),
     )  # fmt: skip
     assert _gathers_batch(context, array) is is_found
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "full_bytes"),
+    [
+        ("f32[8,16,4]{2,1,0}", "{devices=[2,1,4]<=[4,2]T(1,0)}", 4 * 16 * 16 * 16),
+        ("f32[8,16]{1,0}", "{devices=[2,1,4]<=[8] last_tile_dim_replicate}", 4 * 16 * 16),
+        ("bf16[8,16]{1,0}", "{devices=[1,4,2]<=[8] last_tile_dims={manual}}", 2 * 8 * 64),
+        ("f32[8]{0}", "{replicated}", 32), ("", "{replicated}", 0),
+    ],
+)  # fmt: skip
+def test_size_of_a_rematerialized_tensor(shape, before, full_bytes):
+    message = Rematerialization(op_name="", module="", shape=shape, before=before, after="{replicated}")
+    assert _full_bytes(message) == full_bytes
 
 
 @pytest.mark.parametrize(

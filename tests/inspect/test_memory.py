@@ -84,6 +84,22 @@ def toy(strategy=None, *, rows=16, params=None, trainable=None, tx=None, **axes)
     return state, {"x": np.zeros((rows, 64))}
 
 
+@pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 1), ("dualpipe", 2)])
+def test_gradient_bytes_of_stages(schedule, copies):
+    """A stage accumulates the gradients of its layers, and with two copies of the model those of both."""
+
+    def apply(params, x):
+        return mp.scan_layers(lambda x, p: x + jnp.tanh(x @ p["w"]), x, params["layers"]) @ params["head"]
+
+    params = {"layers": {"w": jnp.zeros((4, 64, 64))}, "head": jnp.zeros((64, 32))}
+    model = mp.from_functions(lambda key: params, apply, names={"layers/w": ("layers", None, None)})
+    strategy = mp.ddp() | mp.pipeline_parallel(stages=2, microbatches=4, schedule=schedule)
+    mesh = mp.MeshSpec(stage=2).abstract()
+    setup = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy).setup
+    found = memory(Sizes(temporary_bytes=MB).program(), setup, {"x": np.zeros((16, 64), np.float32)}, None)
+    assert found.gradients_bytes == 4 * (copies * 4 * 64 * 64 // 2 + 64 * 32)
+
+
 @pytest.mark.parametrize(
     ("share", "fits", "note"),
     [(0.5, True, ""), (0.8, True, "XLA_PYTHON_CLIENT_MEM_FRACTION"), (0.95, True, "CUDA context"), (1.01, False, "")],

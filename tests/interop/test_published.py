@@ -146,6 +146,13 @@ def test_other_releases_are_read_and_written(num_params):
     assert family_of(config) is family
 
 
+def test_original_length_may_be_outside_of_the_rope_scaling():
+    long = described(RELEASES[3_836_021_760]).config.rope_long
+    assert long is not None
+    assert long.original_seq_len == 4096
+    assert long.rotated_factor == pytest.approx(math.sqrt(1 + math.log(131_072 / 4096) / math.log(4096)))
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_equal_the_decoders(name):
     config, family, *_ = described(PUBLISHED[name])

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.layers.losses import LossTerms, Normalizer
 from meshpar.loop.fit import Validator, fit
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
@@ -390,3 +391,11 @@ def test_moe_losses_with_pipeline_stages():
     assert actual.metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert actual.metrics["loss"] != pytest.approx(losses.mean() + added.mean(), rel=1e-5)
     assert actual.metrics["moe/aux_loss"] == pytest.approx(added.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.inf, np.nan])
+def test_weight_that_is_not_valid_gives_nan(weight):
+    loss = mp.MeanLoss(jnp.float32(2), jnp.float32(weight))
+    value, metrics = LossTerms.of(loss, {}).normalized(Normalizer(2, jnp.float32(weight)))
+    assert np.isnan(value)
+    assert set(metrics) == {"loss_weight"}

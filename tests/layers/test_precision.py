@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import lax
 
 import meshpar as mp
-from meshpar.layers.precision import dot_general, numerics
+from meshpar.layers.precision import dot_general, numerics, products
 from meshpar.layers.remat import REMAT_POLICIES
 from tests.errors import raises
 from tests.grid import cases
@@ -72,6 +72,17 @@ def test_dot_general_is_plain_if_dtypes_agree():
 )
 def test_default_reduction_is_at_least_float32(precision, compute, expected):
     assert precision.reduce_dtype(jnp.dtype(compute)) == jnp.dtype(expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_flops_of_a_convolution(groups):
+    def convolve(x, kernel):
+        dims = "NHWC", "HWIO", "NHWC"
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=groups)
+
+    shapes = (2, 8, 8, 4), (3, 3, 4 // groups, 6)
+    ((flops, _),) = products(jax.make_jaxpr(convolve)(*map(jnp.zeros, shapes)))
+    assert flops == 2 * (2 * 8 * 8 * 6) * (3 * 3 * 4 // groups)
 
 
 @pytest.mark.parametrize("field", ["params", "compute", "reduce"])

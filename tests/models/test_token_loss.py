@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo.parser import parse
+from meshpar.layers.token_mask import mask_for, masking
 from meshpar.models import next_token_loss
 from meshpar.models.token_loss import IGNORE_TARGET, cross_entropy, token_mask
 from tests.equal import mean_loss
+from tests.errors import raises
 
 by_optax = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
 loss_of = jax.jit(
@@ -134,3 +136,13 @@ def test_token_mask():
     batch = {"targets": targets, "weights": weights, "segments": np.array([[1, 1, 2, 2, 0], [0] * 5, [0, 0, 1, 1, 1]])}
     # Prompts have no weight either, so only segment 0 can be padding. In the last row it has a target with weight.
     assert token_mask(batch).astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+
+
+def test_mask_of_other_tokens_is_refused():
+    with masking(jnp.ones((2, 4), bool)):
+        assert mask_for("layer", jnp.zeros((2, 4, 3))).shape == (2, 4)
+        for shape in ((4, 2, 3), (1, 8, 3), (1, 4, 3)):
+            with raises("wrong-shape", "layer"):
+                mask_for("layer", jnp.zeros(shape))
+    with masking(jnp.ones((2, 4), bool), is_declared=False):
+        assert mask_for("layer", jnp.zeros((4, 2, 3))) is None

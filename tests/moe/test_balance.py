@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
 from meshpar.moe import Routing
+from meshpar.moe.layer_config import MoEConfig
+from meshpar.moe.router_stats import RouterSums, StatsOf
 from tests.grid import cases
 
 TOP2 = Routing(num_experts=8, top_k=2)
@@ -82,6 +84,20 @@ def test_padding_does_not_count():
     none = losses(logits, np.zeros(24, bool))
     assert [float(x) for x in none[:2]] == [0, 0]
     assert none[2].router_entropy == 0
+
+
+def test_statistics_of_a_layer_ignore_padding():
+    logits, mask = jnp.asarray(3 * rng.normal(size=(24, 16)), jnp.float32), np.arange(24) % 3 > 0
+    config = MoEConfig(routing=SIGMOID, mlp_dim=8, auxiliary_weight=0.1, z_weight=0.1)
+
+    @jax.jit
+    def stats(logits, mask=None):
+        routed, none = moe.route(logits, SIGMOID, mask=mask), jnp.zeros((), jnp.int32)
+        sums = RouterSums.of(logits, routed, none, config, mask, axes=(), count_axes=())
+        result = StatsOf(config).stats(sums)
+        return result.loss, result.load, result.router_entropy
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), stats(logits, mask), stats(logits[mask]))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32"])

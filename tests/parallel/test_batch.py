@@ -138,6 +138,20 @@ def with_bias(model, batch, key):
     return ((model(mp.constrain(batch["x"], "batch", None)) + batch["bias"].sum()) ** 2).mean(), {}
 
 
+def test_every_example_may_use_all_rows_of_a_replicated_input():
+    def loss(model, batch, key):
+        distances = jnp.square(batch["x"][:, None] - batch["table"]).sum(-1)
+        return mp.MeanLoss((distances.min(1) * model(batch["x"]).sum(1)).sum(), len(batch["x"])), {}
+
+    strategy = mp.ddp() | mp.Rules(inputs={"table": mp.replicated})
+    data = {name: np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) for name in ("x", "table")}
+    losses = []
+    for accumulate in (1, 2):
+        state = mp.init_state(MODEL, optax.sgd(0.1), mesh=mesh_of(mp.MeshSpec(data=2)), strategy=strategy, key=0)
+        losses.append(float(mp.train_step(loss, accumulate=accumulate)(state, data)[1]["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_arrays_on_devices_in_another_layout_are_resharded(explicit):
     mesh = mp.MeshSpec(fsdp=8).build()

@@ -173,6 +173,14 @@ def test_axis_that_would_cross_nodes_is_refused(spec, axis):
     assert spec.replace(inside_node=()).build(devices).shape[axis] == spec[axis]
 
 
+def test_axis_that_would_cross_only_the_smaller_nodes_is_refused():
+    devices = [FakeDevice(i, node, None) for i, node in enumerate([0] * 8 + [1] * 4 + [2] * 4)]
+    with raises("indivisible", "`tensor` (8)") as error:
+        mp.MeshSpec(data=2, tensor=8).build(devices)
+    assert "a node has 4/8" in error.value.reason
+    assert mp.MeshSpec(data=4, tensor=4).build(devices).shape["tensor"] == 4
+
+
 def test_axes_of_a_single_node_may_have_any_size():
     assert mp.MeshSpec(tensor=8).build(fake_devices(1, 8)).shape["tensor"] == 8
     assert mp.MeshSpec(tensor=8).abstract(devices_per_node=8).shape["tensor"] == 8

@@ -48,6 +48,20 @@ def test_check_finite_raises_after_the_last_step(step):
     mp.check_finite(jax.device_get(metrics))
 
 
+def test_infinite_loss_with_finite_gradients_is_skipped():
+    def shifted(model, batch, key):
+        return mp.SumLoss((model(batch["x"]) + batch["y"]).sum()), {}
+
+    model = mp.from_functions(lambda key: {"w": jax.numpy.ones(4)}, lambda params, x: x @ params["w"])
+    mesh = mesh_of(mp.MeshSpec())
+    state = mp.init_state(model, optax.sgd(1e-3), mesh=mesh, strategy=mp.ddp(), key=0)
+    batch = {"x": np.ones((2, 4), np.float32), "y": np.array([0, np.inf], np.float32)}
+    state, metrics = mp.train_step(shifted, nonfinite="skip")(state, batch)
+    assert np.isfinite(metrics["grad_norm"])
+    assert not metrics["finite"]
+    assert int(state.skipped) == 1
+
+
 def test_other_states_and_options_do_not_raise(step):
     state, _ = step(new_state(), BAD)
     state = new_state()  # for example from a checkpoint
