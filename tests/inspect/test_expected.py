@@ -17,6 +17,8 @@ from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.matching import SMALL
 from meshpar.inspect.program import compile_here
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from meshpar.parallel.expected.params import gathered
+from meshpar.parallel.expected.step_spec import StepSpec, Weight
 from meshpar.sharding.jaxprs import equations
 from tests.grid import cases
 from tests.inspect.saved import pods
@@ -499,3 +501,15 @@ def test_float32_modules_send_twice_the_expected_bytes(pod):
     assert 2 * line.bytes_sent_per_device == line.actual_bytes > 0
     (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
     assert "build the model's modules with dtype=bfloat16" in finding.fix
+
+
+def test_bias_of_a_stack_may_be_gathered_once():
+    shapes = {"w/kernel": (3, 64, 64), "w/bias": (3, 64)}
+    model = mp.from_functions(
+        lambda key: {"w": {name[2:]: jax.numpy.zeros(shape) for name, shape in shapes.items()}}, lambda p, x: x,
+        names={"w/kernel": ("layers", "embed", "mlp"), "w/bias": ("layers", "embed")},
+    )  # fmt: skip
+    table = mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
+    step = StepSpec(sizes=dict(mp.MeshSpec(fsdp=8)), batch_axes=("fsdp",))
+    gathers = {d.path: gathered(step, Weight(d, d.spec, d.spec)) for d in table.params}
+    assert {path: found.count for path, found in gathers.items()} == {"w/kernel": (6, 6), "w/bias": (3, 6)}
