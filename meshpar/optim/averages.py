@@ -81,6 +81,17 @@ def averages_of(opt_state: PyTree) -> tuple[Any, EmaState] | None:
     return next((leaf for leaf in leaves if isinstance(leaf[1], EmaState)), None)
 
 
+def check_averages(opt_state: PyTree, params: PyTree) -> None:
+    """Check that the averages of `mp.ema` in an optimizer state cover all trained parameters."""
+    averages = averages_of(opt_state)
+    if averages is None:
+        return
+    reason = "it is inside another optimizer that passes it a part of the parameters, or passes them in another form"
+    fix = "make it the outermost optimizer, as in mp.ema(mp.optim.per_layer(tx, names), decay)"
+    case = jax.tree.structure(averages[1].average) != jax.tree.structure(params), reason, fix
+    check_cases("mp.ema in the optimizer", "average all trained parameters", "unsupported-feature", case)
+
+
 def schedule_free_of(opt_state: PyTree) -> list[tuple[Any, Any]]:
     """Return the key path and the state of each `optax.contrib.schedule_free` in an optimizer state."""
     kind = optax.contrib.ScheduleFreeState

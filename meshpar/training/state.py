@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.layers.precision import Precision, as_precision, cast_floating
+from meshpar.optim.averages import check_averages
 from meshpar.optim.orthogonalized import Updating
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.batch import StepBatch, batch_sharding, split_by
@@ -288,10 +289,11 @@ def make_setup(
     """Resolve the shardings of a state without creating it. Errors are those of `shardings`."""
     strategy, precision = as_strategy(strategy), as_precision(precision, "init_state")
     layout = lay_out(model, with_auto_axes("mesh", mesh), strategy, tx, precision, trainable)
+    params = only([d.leaf.is_trained for d in layout.table.params], *[layout.variables.params] * 2)
     if any(map(is_key, jax.tree.leaves(layout.opt_state))):
-        params = only([d.leaf.is_trained for d in layout.table.params], *[layout.variables.params] * 2)
         tx = _with_raw_keys(tx, params)
         layout = dataclasses.replace(layout, opt_state=jax.eval_shape(tx.init, params))
+    check_averages(layout.opt_state, params)
     return Setup(
         model=model, tx=tx, given_mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
     )

@@ -177,3 +177,13 @@ def test_averages_of_bfloat16_parameters_are_float32():
 def test_invalid_arguments_are_refused(call, code):
     with raises(code, "ema"):
         call()
+
+
+def test_ema_inside_another_optimizer_is_refused():
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(lambda path, x: "kernel" if "kernel" in str(path) else "other", params)
+
+    parts = optax.partition({"kernel": mp.ema(optax.sgd(0.1), 0.9), "other": optax.sgd(0.1)}, labels)
+    with raises("unsupported-feature", "mp.ema"):
+        abstract(parts)
+    abstract(mp.ema(optax.partition({"kernel": optax.sgd(0.1), "other": optax.adam(0.1)}, labels), 0.9))
