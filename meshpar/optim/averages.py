@@ -88,7 +88,7 @@ def check_averages(opt_state: PyTree, params: PyTree) -> None:
         return
     reason = "it is inside another optimizer that passes it a part of the parameters, or passes them in another form"
     fix = "make it the outermost optimizer, as in mp.ema(mp.optim.per_layer(tx, names), decay)"
-    case = jax.tree.structure(averages[1].average) != jax.tree.structure(params), reason, fix
+    case = jax.tree.structure(averages[1].average) != jax.tree.structure(params), reason, fix  # type: ignore[operator]
     check_cases("mp.ema in the optimizer", "average all trained parameters", "unsupported-feature", case)
 
 
