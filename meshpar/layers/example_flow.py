@@ -37,7 +37,7 @@ class Combination(NamedTuple):
     arrays: tuple[tuple[int, str], ...]
     """Number of elements and dtype of each operand that depends on the batch, and of the results."""
     runs: int
-    """How often the operation runs, because of enclosing scans."""
+    """Number of runs of the operation in enclosing scans."""
 
 
 class Examination(NamedTuple):
@@ -50,7 +50,7 @@ class Examination(NamedTuple):
     combinations: tuple[Combination, ...]
     """All operations that combine examples, including sums."""
     divisor: float = 1.0
-    """Constant by which the total, a sum over examples, was divided."""
+    """Constant divisor of the total, a sum over examples."""
 
     @property
     def combined(self) -> Combined | None:
@@ -82,7 +82,7 @@ def _not_a_sum(value: Value) -> Combined | None:
 
 
 class _Flow:
-    """One run of the analysis."""
+    """The state of an analysis."""
 
     def __init__(self, batch_sizes: frozenset[int], *, checks_backward: bool = True) -> None:
         self.batch_sizes, self.checks_backward = batch_sizes, checks_backward
@@ -117,7 +117,7 @@ class _Flow:
         return self.run(jaxpr, [constant(x) for x in getattr(closed, "consts", ())], args)
 
     def backward(self) -> _Flow:
-        """Return an analysis of a backward pass, whose findings are not those of the loss function."""
+        """Return an analysis of a backward pass. Its findings are separate from the findings of the forward pass."""
         return _Flow(self.batch_sizes, checks_backward=False)
 
     def _outputs(self, eqn: Any, operands: Sequence[Value], is_routed: bool) -> list[Value]:
@@ -135,7 +135,7 @@ class _Flow:
             self.all_combined.append(new)
             self._record(eqn, operands)
             out = [_similar(operands, eqn, shape) for shape in shapes]
-        # After an undecided operation, a later one proves nothing, because the layout is a guess.
+        # After an undecided operation the layout is a guess, so later operations prove no dependence.
         first = min(before, key=lambda x: x.kind) if before else new
         return [dataclasses.replace(x, combined=first or x.combined) for x in out]
 
@@ -176,7 +176,7 @@ class _Flow:
 
 
 def _is_routed(eqn: Any) -> bool:
-    """Return whether `moe_layer` made an equation. A user's module may have the same scope."""
+    """Return whether `moe_layer` traced an equation. A user's module may have the same scope."""
     scope, function = ROUTED
     traceback = eqn.source_info.traceback
     return in_scope(eqn, scope) and (traceback is None or any(x.function_name == function for x in traceback.frames))

@@ -47,7 +47,7 @@ class Flow(Protocol):
         """Return the outputs of an inner jaxpr."""
 
     def backward(self) -> Flow:
-        """Return an analysis of a backward pass, whose findings are not those of the loss function."""
+        """Return an analysis of a backward pass. Its findings are separate from the findings of the forward pass."""
 
 
 Rule: TypeAlias = Callable[[Flow, Any, Sequence[Value]], Value | list[Value]]

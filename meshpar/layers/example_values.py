@@ -38,11 +38,11 @@ class Value:
     """True if the array is a sum over all examples, and linear in the terms of each."""
     is_zero: bool = False
     is_random: bool = False
-    """True for random numbers that do not depend on the batch, and for functions of them."""
+    """True for random numbers that do not depend on the batch, and for functions of random numbers."""
     is_random_sum: bool = False
-    """True for a sum of random numbers for all examples, and linear functions of it."""
+    """True for a sum of random numbers over all examples, and for its linear functions."""
     divisor: float = 1.0
-    """Constant by which a sum over the examples was divided, or 1 if it is unknown."""
+    """Constant divisor of a sum over the examples; 1 if it is unknown."""
     known: np.ndarray | None = None
     """The value of a small constant array of integers, or of a constant scalar."""
     columns: tuple[np.ndarray | None, ...] = ()
@@ -92,7 +92,7 @@ def is_exact(dtype: Any) -> bool:
 
 
 def check_distinct(value: Value) -> None:
-    """Check that at most one dim numbers the examples."""
+    """Check that no two dims number the examples."""
     tags = [factor.tag for factor in value.examples]
     strides: dict[int, list[Factor]] = {}
     for factor in value.examples:
