@@ -67,10 +67,11 @@ def varying(shape: Sequence[int]) -> Value:
     return Value(tuple(dim_of(size, VARYING) for size in shape))
 
 
-def per_example(shape: Sequence[int]) -> Value:
-    """Return a leaf of the batch, `[B, ...]`."""
-    rest = (dim_of(size, VARYING) for size in shape[1:])
-    return Value((dim_of(shape[0], Examples(1, shape[0])), *rest))
+def per_example(shape: Sequence[int], num_examples: int | None = None) -> Value:
+    """Return a leaf of the batch, `[B, ...]`, or `[B n, ...]` with n rows for each of B = `num_examples` examples."""
+    count = num_examples if num_examples and shape[0] % num_examples == 0 else shape[0]
+    examples, rows = dim_of(count, Examples(1, count)), dim_of(shape[0] // count, VARYING)
+    return Value(((*examples, *rows), *(dim_of(size, VARYING) for size in shape[1:])))
 
 
 def constant(x: Any) -> Value:

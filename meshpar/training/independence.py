@@ -28,6 +28,8 @@ from meshpar.sharding.types import AnyMesh, MeshparError, PyTree, path_str, prob
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState
 
+REFUSALS = "dependent-examples", "undecided-examples", "ambiguous-loss"
+"""Codes of the errors for a loss that may not be evaluated on parts of the batch."""
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[Any, dict[str, Any]]]
 
 
@@ -51,14 +53,20 @@ def traced_alone(
 
     def traced_on(mesh: AnyMesh) -> core.ClosedJaxpr:
         def loss(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> PyTree:
+            model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
+            loss = read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
+            return (loss, setup.model.collect(model)) if with_variables else loss
+
+        def on_mesh(*args: Any) -> PyTree:
             with tracing(mesh, setup.strategy), numerics(options.precision, None):
-                model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-                loss = read(loss_fn(model, examples, jax.random.wrap_key_data(key_data))[0])
-                return (loss, setup.model.collect(model)) if with_variables else loss
+                return (setup.on_explicit_axes(loss) if is_explicit else loss)(*args)
 
         params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
-        return jax.make_jaxpr(loss)(params, extra, batch, key)
+        return jax.make_jaxpr(on_mesh)(params, extra, batch, key)
 
+    is_explicit = setup.model.is_explicit and with_variables
+    if is_explicit:
+        return traced_on(setup.mesh)
     try:
         sizes = (1,) * len(setup.mesh.axis_names)
         return traced_on(AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types))
@@ -137,9 +145,12 @@ def examined_trace(
       is_replicated: function of a path, True for a leaf of the batch without a batch dim.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    is_example = [bool(x.shape) and not is_replicated(path_str(path)) for path, x in leaves]
+    sizes = [x.shape[0] for (_, x), example in zip(leaves, is_example, strict=True) if example]
+    num_examples = min(sizes, default=1)
     values = [
-        per_example(x.shape) if x.shape and not is_replicated(path_str(path)) else varying(x.shape)
-        for path, x in leaves
+        per_example(x.shape, num_examples) if example else varying(x.shape)
+        for (_, x), example in zip(leaves, is_example, strict=True)
     ]
     start = len(jax.tree.leaves(before))
     inputs = [varying(x.aval.shape) for x in jaxpr.jaxpr.invars]

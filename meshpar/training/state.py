@@ -28,7 +28,18 @@ from meshpar.sharding.errors import check_cases
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
+from meshpar.sharding.types import (
+    AnyMesh,
+    Leaf,
+    PyTree,
+    axes_of_spec,
+    axis_sizes,
+    is_spec,
+    near_or,
+    path_str,
+    problem,
+    without_axes,
+)
 from meshpar.training.sharding_table import ShardingTable, TableLayout, Trainable, lay_out, only
 
 
@@ -77,6 +88,13 @@ class Setup:
     def batch_sharding(self) -> NamedSharding:
         """The sharding of the batch: its first dim, by the strategy's rule for `batch`."""
         return batch_sharding(self.mesh, self.strategy)
+
+    def on_explicit_axes(self, loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Return a function (params, extra, examples, key) that runs on Explicit axes, for a model of `mp.explicit`."""
+        layouts = (self.layout.params, self.layout.extra, self.batch_sharding.spec, PartitionSpec())
+        trivial = [axis for axis, size in self.sizes.items() if size == 1]  # they would only complicate types
+        specs = jax.tree.map(lambda spec: without_axes(spec, trivial), layouts, is_leaf=is_spec)
+        return jax.sharding.explicit_axes(loss, in_sharding=specs)
 
     @property
     def batch_shardings(self) -> StepBatch:

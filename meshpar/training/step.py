@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for
 from meshpar.layers.auxiliary import checked, collecting, is_counted
@@ -58,13 +57,12 @@ from meshpar.sharding.types import (
     near_or,
     problem,
     tree_leaves_with_paths,
-    without_axes,
 )
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.earlier_steps import LOST_UPDATES, EarlierSteps
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_setup, engine_of_setup
-from meshpar.training.independence import check_parts
+from meshpar.training.independence import REFUSALS, check_parts
 from meshpar.training.options import StepOptions, check_not_float16
 from meshpar.training.state import Setup, TrainState, check_state
 
@@ -102,7 +100,12 @@ class _Program(abc.ABC):
             check_options(self._xla)
             traced: list[Boundaries] = []
             program = self._jit(setup, traced)
-            self._check_loss(state, batch)
+            try:
+                self._check_loss(state, batch)
+            except Exception as error:
+                if getattr(error, "code", None) not in REFUSALS:
+                    program.trace(state, batch)  # an error of the step itself comes first
+                raise
             if not setup.has_free_activations and self._may_constrain_outputs(setup):
                 program.trace(state, batch)  # jit reuses this trace for the call
                 if not any(boundaries.num_constrained for boundaries in traced):
@@ -453,10 +456,7 @@ def loss_of(
 
     if not setup.model.is_explicit:
         return Loss(terms)
-    layouts = (setup.layout.params, setup.layout.extra, setup.batch_sharding.spec, PartitionSpec())
-    trivial = [axis for axis, size in setup.sizes.items() if size == 1]  # they would only complicate types
-    specs = jax.tree.map(lambda spec: without_axes(spec, trivial), layouts, is_leaf=is_spec)
-    return Loss(_refusing_other_axes(jax.sharding.explicit_axes(terms, in_sharding=specs), setup))
+    return Loss(_refusing_other_axes(setup.on_explicit_axes(terms), setup))
 
 
 def _call(loss_fn: LossFn, model: Any, examples: PyTree, key: jax.Array) -> Any:

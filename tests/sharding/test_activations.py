@@ -515,5 +515,9 @@ def test_last_activation_rule_that_matches_wins(is_last):
     patterns = {r"block\d/.*": ("batch", None, None), r"block\d/up": ("batch", None, "act_mlp")}
     rules = mp.Rules(activations=patterns if is_last else dict(reversed(patterns.items())))
     strategy = FSDP | _activation_rules(act_mlp="tensor") | rules
+    if not is_last:  # no activation is sharded over `tensor`
+        with raises("unmatched-rule", "`tensor`"):
+            _specs(_abstract(MODELS["nnx"](), strategy, mp.MeshSpec(fsdp=4, tensor=2).build()))
+        return
     specs = _specs(_abstract(MODELS["nnx"](), strategy, mp.MeshSpec(fsdp=4, tensor=2).build()))
-    assert specs.count(P(BATCH_AXES, None, "tensor")) == 4 * is_last
+    assert specs.count(P(BATCH_AXES, None, "tensor")) == 4

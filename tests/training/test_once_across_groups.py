@@ -137,7 +137,7 @@ def test_hsdp_with_batch_statistics_reduces_in_each_microbatch():
     mesh, model = mp.MeshSpec(data=2, fsdp=4).build(), mp.from_nnx(lambda rngs: Model(rngs))
     state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=HSDP, key=0)
     batch = {"x": RNG.normal(size=(16, 8)).astype(np.float32)}
-    _, metrics = mp.train_step(quadratic, accumulate=2)(state, batch)
+    _, metrics = mp.train_step(quadratic, accumulate=2, loss_is="sum_over_parts")(state, batch)
     assert np.isfinite(metrics["loss"])
     step = mp.train_step(quadratic, accumulate=2, reduce_gradients="once_across_groups")
     with raises("unsupported-feature", "batch statistics"):
