@@ -170,11 +170,11 @@ def moe_layer(
     is_single = context is None or context.mesh.size == 1
     _check_arguments(x, weights, config, bias, is_single=is_single)
     check_mask("moe_layer", mask, *x.shape[:2])
-    limits = config.bound_factor, config.routing.capacity_factor, config.routing.choice == "expert" or None
+    has_capacity = config.routing.capacity_factor is not None or config.routing.choice == "expert"
     case = (
-        drops and is_sliced() and limits != (None,) * 3,
+        drops and is_sliced() and has_capacity,
         "the number of tokens that an expert accepts depends on the slices",
-        "use interleave=1, or dropless experts: capacity_factor=None, bound_factor=None and choice='token'",
+        "use interleave=1, or dropless experts: capacity_factor=None and choice='token'",
     )
     check_cases("moe_layer", "run on slices of the batch (train_step(interleave=...))", "unsupported-feature", case)
     axes = _LayerAxes() if context is None or is_single else _LayerAxes.of(context, x, weights, config)

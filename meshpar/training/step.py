@@ -636,9 +636,10 @@ def _update(
     updates, opt_state = _optimizer_update(
         setup, grads, before_update, old, value=loss, grad=grads, value_fn=value_fn, obj_fn=value_fn
     )
-    params = optax.apply_updates(old, updates)
     if (lost := lost_updates(old, updates)) is not None:
-        metrics[LOST_UPDATES] = lost
+        # Counted before the update, whose result then reuses the buffers of the old parameters.
+        old, metrics[LOST_UPDATES] = jax.lax.optimization_barrier((old, lost))
+    params = optax.apply_updates(old, updates)
     skipped, extra = state.skipped, setup.model.after_update(totals.extra)
     conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []
     if options.nonfinite != "ignore":

@@ -91,17 +91,17 @@ def test_losses_of_sums_do_not_depend_on_slices():
 
 
 def test_slices_refuse_routers_whose_sums_are_lost():
-    routing = Routing(num_experts=4, top_k=2)
     x, weights = jnp.ones((4, 2, 2)), Weights(*(jnp.ones(shape) for shape in [(2, 4), (4, 2, 2), (4, 2, 2), (4, 2, 2)]))
 
     def layer(changes, x, params):
-        y, stats = moe_layer(x, weights, MoEConfig(routing=routing, mlp_dim=2, auxiliary_weight=0.1, **changes))
+        routing = Routing(num_experts=4, top_k=2, **changes)
+        y, stats = moe_layer(x, weights, MoEConfig(routing=routing, mlp_dim=2, auxiliary_weight=0.1))
         return y, mp.Aux(stats.loss, {})
 
     with raises("unsupported-feature", "interleave=2"):
         run(functools.partial(layer, {}), x, 2)
     with raises("unsupported-feature", "moe_layer"):
-        run(functools.partial(layer, {"bound_factor": 1.0}), x, 2)
+        run(functools.partial(layer, {"capacity_factor": 1.0}), x, 2)
 
 
 def test_typed_keys_differ_between_slices():
