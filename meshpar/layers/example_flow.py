@@ -78,7 +78,7 @@ def _not_a_sum(value: Value) -> Combined | None:
     if value.is_sum or value.is_zero or value.is_random_sum:
         return None
     why = "it is the value of a single example" if value.examples else "it does not depend on the batch"
-    return Combined("undecided", why, "the result", "the loss function")
+    return Combined("undecided", why, "the loss function")
 
 
 class _Flow:
@@ -131,7 +131,7 @@ class _Flow:
             kind: Any = "dependent" if isinstance(error, MixedExamplesError) else "undecided"
             is_known = isinstance(error, MixedExamplesError | UndecidedError)
             why = str(error) if is_known else f"the analysis of `{eqn.primitive.name}` failed: {error!r}"
-            new = Combined(kind, why, eqn.primitive.name, self.where, self.in_layers)
+            new = Combined(kind, why, self.where, self.in_layers)
             self.all_combined.append(new)
             self._record(eqn, operands)
             out = [_similar(operands, eqn, shape) for shape in shapes]

@@ -21,8 +21,6 @@ class Combined:
 
     kind: Literal["dependent", "undecided"]
     why: str
-    operation: str
-    """Name of the primitive."""
     where: str
     """Source line."""
     in_layers: bool = False

@@ -230,7 +230,7 @@ def _check_variables(jaxpr: core.Jaxpr, state: TrainState, batch: PyTree, divide
         leaves = inputs_of(num_arrays + i)[1]
         if any(used and example for used, example in zip(leaves, is_example, strict=True)):
             why = "the loss reads this variable, which each micro-step updates from its examples"
-            raise _refusal(Combined("dependent", why, "state", f"`{path_str(path)}` of the model"), divided)
+            raise _refusal(Combined("dependent", why, f"`{path_str(path)}` of the model"), divided)
 
 
 def _refusal(combined: Combined, divided: str, *, is_weight: bool = False, is_layer: bool = False) -> Exception:
