@@ -25,7 +25,7 @@ QUICK := "not matrix and not pod and not foreign"
 REST := "(matrix or pod) and not foreign"
 # Central tests, which the second interpreter runs.
 SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/parallel/test_strategies.py \
-    tests/cli/test_launch.py tests/cli/test_recipe.py \
+    tests/pod/test_launch.py tests/runs/test_recipe.py \
     tests/training/test_state.py tests/training/test_step.py tests/layers/test_precision.py \
     tests/loop/test_checkpoint.py tests/loop/test_fit.py
 

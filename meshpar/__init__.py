@@ -18,9 +18,7 @@ from meshpar.sharding.cuda_plugin import select_cpu_without_nvidia
 from meshpar.sharding.lazy_imports import TYPE_CHECKING, lazy
 
 if TYPE_CHECKING:
-    from meshpar import bench, collectives, data, inspect, interop, models, moe, optim, pipeline, planner
-    from meshpar.cli import plots
-    from meshpar.cli.recipe import AdamW, Muon, Optax, Recipe, Sample
+    from meshpar import bench, collectives, data, inspect, interop, models, moe, optim, pipeline, planner, plots
     from meshpar.inspect.explain import explain
     from meshpar.inspect.report import Report
     from meshpar.layers.losses import MeanLoss, SumLoss
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     )
     from meshpar.parallel.batch import shard_batch
     from meshpar.planner.plan import plan
+    from meshpar.runs.recipe import AdamW, Muon, Optax, Recipe, Sample
     from meshpar.sharding.adapters.functions import from_functions
     from meshpar.sharding.adapters.linen import from_linen
     from meshpar.sharding.adapters.model import Model, explicit

@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from meshpar.cli.plots import AXES, INK, MORE, figure_of, styled
+from meshpar.plots.figures import AXES, INK, MORE, figure_of, styled
 from meshpar.sharding.units import human_bytes
 
 TERMS, COMPLETE = ("#f1f4f7", "#5b93c7"), "#7cc08a"

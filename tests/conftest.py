@@ -248,3 +248,10 @@ def meshpar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return int(end.value.code or 0), out, err
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the variables that a command sets for its own process."""
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.cli import launch
 from meshpar.cli import main as cli
 from meshpar.data import text
 from meshpar.data.tokens import load_tokenizer
 from meshpar.hardware.clusters import parse_profile
 from meshpar.inspect.budget import Budget
 from meshpar.planner.plan import load_plans
+from meshpar.pod import launch
 from meshpar.sharding.host_resources import check_memory, read_json, replace_file, unexpected
 from meshpar.sharding.types import MeshparError
 from tests import grid

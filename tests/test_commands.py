@@ -26,11 +26,11 @@ import pytest
 
 from meshpar.cli import main as cli
 from meshpar.cli.explain_command import _read_shapes
-from meshpar.cli.recipe import breaks_resuming, build_model, build_optimizer, changes, load_recipe
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.loop.profiler import parse_steps
 from meshpar.models.config import TransformerConfig
 from meshpar.parallel import parse_strategy
+from meshpar.runs.recipe import breaks_resuming, build_model, build_optimizer, changes, load_recipe
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.units import parse_bytes
 

@@ -17,11 +17,11 @@ from tests.faults import FAULTS
 PACKAGE = Path(__file__).parents[1] / "meshpar"
 FOLDERS = (
     "sharding", "schedules", "parallel", "hardware", "data", "collectives", "layers", "pipeline", "moe", "optim",
-    "training", "models", "loop", "inspect", "interop", "planner", "bench", "cli",
+    "training", "models", "pod", "loop", "inspect", "interop", "planner", "bench", "plots", "runs", "cli",
 )  # fmt: skip
 """Folders from bottom to top. A folder may import from the folders before it."""
 MAX_FUNCTION_LINES = 100
-WITHOUT_FLAX = ("sharding", "parallel", "layers", "optim", "training", "data", "cli.recipe")
+WITHOUT_FLAX = ("sharding", "parallel", "layers", "optim", "training", "data", "runs.recipe")
 
 
 @cache
@@ -174,7 +174,7 @@ HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich",
     [
         ("import meshpar, meshpar.cli.main, meshpar.data", ["jax", *HEAVY]),
         (
-            "import meshpar.cli.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
+            "import meshpar.pod.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
             "mp.MeshSpec, mp.Rules, mp.Precision, mp.constrain, [getattr(mp.data, name) for name in mp.data.__all__]",
             HEAVY,
         ),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import meshpar as mp
-from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
-from meshpar.cli.train_command import train
+from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
+from meshpar.runs.training_run import train
 from tests.grid import cases
 
 FOLDER = Path(__file__).parents[1] / "recipes"

@@ -90,9 +90,9 @@ def serve() -> None:
     import optax
     import orbax.checkpoint
 
-    import meshpar.cli.train_command
+    import meshpar.runs.training_run
 
-    assert all((grain, optax, orbax.checkpoint, meshpar.cli.train_command))
+    assert all((grain, optax, orbax.checkpoint, meshpar.runs.training_run))
     running: set[int] = set()
     pending = b""
     while True:
@@ -196,7 +196,7 @@ def keep_compiled(folder: str) -> None:
 def command(folder: str, args: list[str], compiled: str, pod: Mapping[str, str] | None = None) -> None:
     """Run a command in `folder`. Environment variables select the process of a pod, and signals are checked often."""
     from meshpar.cli import main as cli
-    from meshpar.loop import coordination
+    from meshpar.pod import coordination
 
     if pod is not None:
         os.environ.update(pod)

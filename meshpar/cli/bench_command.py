@@ -102,7 +102,7 @@ def collectives(
         if timings.poor:
             click.secho(f"meshpar: {timings.poor}", fg="yellow", err=True)
     if plot:  # after the profile, which must be saved even if plotting fails
-        from meshpar.cli import plots
+        from meshpar import plots
 
         with writing(plot):
             plots.collectives(timings).savefig(plot)

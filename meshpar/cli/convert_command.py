@@ -77,8 +77,8 @@ def from_folder(
     from meshpar.interop.files import whole_folder
     from meshpar.interop.hf import config_of, from_hf
     from meshpar.interop.peft import load_peft, lora_of_peft
-    from meshpar.interop.runs import CHECKPOINTS, RUN_MODE, keep_source_files, merged
     from meshpar.loop.checkpoint import Checkpoints
+    from meshpar.runs.saved_run import CHECKPOINTS, RUN_MODE, keep_source_files, merged
 
     with whole_folder(out, mode=RUN_MODE) as folder:
         lora = None if adapter is None else lora_of_peft(adapter, config_of(source), like=source)
@@ -107,8 +107,8 @@ def to_folder(
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder, read_json
     from meshpar.interop.hf import CONFIG, dtype_in, to_hf
-    from meshpar.interop.runs import opened, text_fields
-    from meshpar.loop.run_folder import run_folder
+    from meshpar.runs.folder import run_folder
+    from meshpar.runs.saved_run import opened, text_fields
 
     new_folder(out)  # check it before the weights are read, which can take minutes
     with run_folder(run) as folder:
@@ -135,8 +135,8 @@ def to_adapter(
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder
     from meshpar.interop.peft import to_peft
-    from meshpar.interop.runs import restored_run
-    from meshpar.loop.run_folder import run_folder
+    from meshpar.runs.folder import run_folder
+    from meshpar.runs.saved_run import restored_run
 
     new_folder(out)
     with run_folder(run) as folder:

@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
-from meshpar.cli import launch
 from meshpar.cli.main import devices_option, output_options, prepare_devices, print_report
-from meshpar.cli.multihost import PACKAGES, version_of
+from meshpar.pod import launch
+from meshpar.pod.multihost import PACKAGES, version_of
 from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.printing import Plain

@@ -34,12 +34,12 @@ from meshpar.sharding.printing import plain
 if TYPE_CHECKING:
     import jax
 
-    from meshpar.cli.recipe import Recipe
     from meshpar.hardware.clusters import Cluster
     from meshpar.inspect.budget import Budget, Difference
     from meshpar.inspect.comparison import Comparison
     from meshpar.inspect.pod import PodProcess
     from meshpar.inspect.report import Report
+    from meshpar.runs.recipe import Recipe
     from meshpar.sharding.types import AnyMesh
     from meshpar.training.state import TrainState
     from meshpar.training.step import TrainStep
@@ -104,8 +104,8 @@ def explain(
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
     for path in filter(None, (html, save_budget)):
         check_output_file(path)
-    from meshpar.cli.recipe import explain_recipe_errors
     from meshpar.inspect.budget import Budget
+    from meshpar.runs.recipe import explain_recipe_errors
 
     # An exception in the recipe must not exit with code 1, which means that a check failed.
     files = [path for path in (recipe, against) if path]
@@ -169,9 +169,9 @@ class Subject:
         """Load a recipe and override its fields."""
         import jax
 
-        from meshpar.cli.recipe import load_recipe
         from meshpar.hardware.clusters import parse_cluster
         from meshpar.inspect.target import require_aot
+        from meshpar.runs.recipe import load_recipe
 
         pod = parse_cluster(cluster) if cluster is not None else None
         if pod is not None:
@@ -209,7 +209,7 @@ class Subject:
 
     def step_and_state(self) -> tuple[TrainStep, TrainState]:
         """Build the training step and the abstract training state."""
-        from meshpar.cli.recipe import build_model, build_optimizer, build_step
+        from meshpar.runs.recipe import build_model, build_optimizer, build_step
         from meshpar.training.state import abstract_state
 
         recipe = self.recipe
@@ -369,7 +369,7 @@ def _plots(result: Explained) -> dict[str, str]:
     """Return caption -> plot, as SVG text."""
     import io
 
-    from meshpar.cli import plots
+    from meshpar import plots
 
     report = result.report
     reports = {report.strategy: report}

@@ -53,12 +53,12 @@ def generate(
     layout = layout_of(mesh, strategy, devices)
     import numpy as np
 
-    from meshpar.cli.callback_failures import end_on_callback_failures
-    from meshpar.cli.train_command import continued
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
-    from meshpar.interop.runs import SOURCE_FOLDER, opened
-    from meshpar.loop.run_folder import run_folder
+    from meshpar.pod.callback_failures import end_on_callback_failures
+    from meshpar.runs.folder import run_folder
+    from meshpar.runs.saved_run import SOURCE_FOLDER, opened
+    from meshpar.runs.training_run import continued
 
     end_on_callback_failures()
     if not (is_url(folder) or Path(folder).is_dir()):
@@ -115,7 +115,7 @@ def _tokenizer(folder: Path, named: str | None) -> Tokenizer:
     """Load the tokenizer of the command line, of the folder or of the recipe, in this order."""
     from meshpar.data.tokens import load_tokenizer
     from meshpar.interop.files import read_json
-    from meshpar.interop.runs import SOURCE_FOLDER
+    from meshpar.runs.saved_run import SOURCE_FOLDER
 
     if named is None:
         files = [folder / "tokenizer.json", folder / SOURCE_FOLDER / "tokenizer.json"]

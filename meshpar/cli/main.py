@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from meshpar.loop import signals
+from meshpar.pod import signals
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import check_local, unexpected, user_line
 
 if TYPE_CHECKING:
-    from meshpar.cli.recipe import Recipe
+    from meshpar.runs.recipe import Recipe
 
 HOST_DEVICES = 8
 """Default number of XLA host devices on a machine without an accelerator."""
@@ -322,7 +322,7 @@ def train(
 
     Repeat the command to resume a run that has stopped.
     """
-    from meshpar.cli.local_processes import PARENT, follow_parent, run
+    from meshpar.pod.local_processes import PARENT, follow_parent, run
 
     for option, is_conflict, reason, fix in (
         (f"--restarts {restarts}", restarts and settings["fresh"], "--fresh would discard the run", "remove --fresh"),
@@ -339,7 +339,7 @@ def train(
     follow_parent()
     devices = None if is_child else devices  # the parent has already divided the host devices
     prepare_devices(devices, start="jax")
-    from meshpar.cli import callback_failures, launch, multihost
+    from meshpar.pod import callback_failures, launch, multihost
 
     launch.join(alone=is_child, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_child else launch.JOIN_S))
     command = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if name not in COMPARED_LATER}
@@ -358,12 +358,12 @@ def _train(
     devices = select_devices(device_count)
     import jax
 
-    from meshpar.cli.local_processes import shrunk
-    from meshpar.cli.recipe import load_recipe
-    from meshpar.cli.train_command import check_left_to_folder, with_plan
-    from meshpar.cli.train_command import train as run
     from meshpar.data import TextData
     from meshpar.loop.profiler import check_steps, parse_steps
+    from meshpar.pod.local_processes import shrunk
+    from meshpar.runs.recipe import load_recipe
+    from meshpar.runs.training_run import check_left_to_folder, with_plan
+    from meshpar.runs.training_run import train as run
 
     profiled_steps = None if profile is None else parse_steps(profile)
     config = load_recipe(recipe, devices=len(devices))
@@ -415,8 +415,8 @@ def shard(
     Lists the shape, logical names, matching rule and bytes per device of each array, and the totals.
     """
     prepare_devices(None, use_host=True)
-    from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.hardware.compile_options import check_options
+    from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
     from meshpar.training.sharding_table import shardings
 
     config = load_recipe(recipe, devices=devices).override(*layout_fields(mesh, strategy), *assignments)
@@ -437,7 +437,7 @@ def with_model(recipe: Recipe, from_hf: str | None, assignments: Sequence[str]) 
     """Return the recipe with the model of a Hugging Face folder, without loading weights, if `from_hf` is set."""
     if from_hf is None:
         return recipe
-    from meshpar.cli.train_command import check_left_to_folder, with_hf
+    from meshpar.runs.training_run import check_left_to_folder, with_hf
 
     check_left_to_folder(from_hf, assignments, None)
     return with_hf(recipe, from_hf)

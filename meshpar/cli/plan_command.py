@@ -87,7 +87,7 @@ def plan(
         found = grow(plans.search.workload, plans.search.cluster)
         print_report(found, as_json=as_json)
         if plot:
-            from meshpar.cli import plots
+            from meshpar import plots
 
             with writing(plot):
                 plots.growth(found).savefig(plot)
@@ -113,9 +113,9 @@ def plans_for(
       MeshparError: see `load_recipe` and `planner.plan.plan`, or an assignment sets a field that the planner chooses.
     """
     from meshpar.cli.explain_command import batch_of
-    from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.hardware.clusters import parse_cluster
     from meshpar.planner.plan import plan as plan_for
+    from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
     from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)

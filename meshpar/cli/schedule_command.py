@@ -78,7 +78,7 @@ def schedule(
     else:
         print_report(ScheduleComparison(simulated) if name is None else simulated[0], as_json=as_json)
     if png is not None:
-        from meshpar.cli import plots
+        from meshpar import plots
 
         with writing(f"--png {png}"):
             plots.schedule(*schedules, **costs).savefig(png, dpi=150)

@@ -15,7 +15,7 @@ from meshpar.cli.main import HOST_DEVICES, prepare_devices, print_report, recipe
 from meshpar.sharding.errors import MeshparError, problem
 
 if TYPE_CHECKING:
-    from meshpar.cli.recipe import Recipe
+    from meshpar.runs.recipe import Recipe
 
 ROWS, SEQ_LEN = 16, 16
 """Shape of the batch: examples and positions. Any mesh of eight devices can divide it into two micro-steps."""
@@ -57,11 +57,11 @@ def verify(
     prepare_devices(devices)
     import jax
 
-    from meshpar.cli.callback_failures import end_on_callback_failures
-    from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.loop.verify import Case, Outcome
     from meshpar.loop.verify import verify as run
     from meshpar.parallel import as_strategy, ddp
+    from meshpar.pod.callback_failures import end_on_callback_failures
+    from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.training.sharding_table import shardings
 
@@ -101,8 +101,8 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
     Quantized and low-precision computations are disabled. Models from outside `meshpar.models` are not changed.
     Optimizer moments have the dtype of the parameters and stay on the device.
     """
-    from meshpar.cli.recipe import AdamW
     from meshpar.models.config import TransformerConfig
+    from meshpar.runs.recipe import AdamW
 
     if isinstance(recipe.optimizer, AdamW):
         recipe = recipe.replace(optimizer=dataclasses.replace(recipe.optimizer, moments=None, offload=False))
@@ -154,8 +154,8 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
     import numpy as np
 
     from meshpar.cli.explain_command import batch_of as shapes_of
-    from meshpar.cli.recipe import open_data
     from meshpar.models.config import TransformerConfig
+    from meshpar.runs.recipe import open_data
 
     if not isinstance(recipe.model, TransformerConfig):
         with open_data(recipe, batch_size=ROWS).train() as batches:

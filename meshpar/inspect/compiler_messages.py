@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 
 from meshpar.inspect import source_scopes as scopes
-from meshpar.loop import signals as interrupts
+from meshpar.pod import signals as interrupts
 
 _WARNING = re.compile(
     r"^[WE][0-9]{4} [0-9:.]+ +[0-9]+ ([\w.\-/]+:[0-9]+)\] (.*)$|^[0-9\- :.]+: [WE] (\S+:[0-9]+)\] (.*)$"

@@ -33,7 +33,7 @@ from meshpar.interop.block_fp8 import (
     scale_shape,
     scale_slices,
 )
-from meshpar.loop.signals import scratch
+from meshpar.pod.signals import scratch
 from meshpar.sharding import host_resources as host
 from meshpar.sharding.types import problem
 

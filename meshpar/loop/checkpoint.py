@@ -39,8 +39,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.loop.coordination import check_shared, this_pod
 from meshpar.optim.averages import averages_of, schedule_free_iterate, schedule_free_of
+from meshpar.pod import watchdog
+from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.sharding import remote
 from meshpar.sharding.context import apart
 from meshpar.sharding.host_resources import is_url
@@ -62,10 +63,6 @@ training continues, which costs more than it saves for small arrays. If no dim i
 a single process writes the array."""
 _POLL_S = 0.25
 _MAX_POLLS = 40
-
-write_failure_callbacks: list[Callable[[MeshparError], None]] = []
-"""Functions called in orbax's thread as soon as a background write fails. The other processes of a pod wait for this
-process's files, so they must be informed before orbax raises the error in the next `save` or `wait`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -844,7 +841,7 @@ def _patch_orbax() -> None:
             if threading.current_thread() is not threading.main_thread():  # the main thread reads, and raises itself
                 failure = _write_problem("write a checkpoint in the background", error)
                 failure.__cause__ = error
-                for callback in write_failure_callbacks:
+                for callback in watchdog.write_failure_callbacks:
                     callback(failure)
             raise
         finally:

@@ -26,10 +26,10 @@ import numpy as np
 
 from meshpar.layers.auxiliary import is_counted
 from meshpar.layers.losses import LOSS_WEIGHT
-from meshpar.loop import heartbeat as watchdog
-from meshpar.loop import signals as interrupts
 from meshpar.loop.checkpoint import Checkpoints, NoRoomError
-from meshpar.loop.coordination import StopAgreement, this_pod
+from meshpar.pod import signals as interrupts
+from meshpar.pod import watchdog as watchdog
+from meshpar.pod.coordination import StopAgreement, this_pod
 from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, problem
 from meshpar.training.earlier_steps import STEPS_IN_FLIGHT
 from meshpar.training.state import Setup, TrainState

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import jax
 
-from meshpar.cli import roll
+from meshpar.pod import roll
 from meshpar.sharding.errors import MeshparError, check_divides
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         except roll.RollError as error:
             _leave(error)
     _keep_stdout()
-    # Its handler would ignore a SIGTERM before the first step. `loop.signals` and `StopAgreement` replace it.
+    # Its handler would ignore a SIGTERM before the first step. `pod.signals` and `StopAgreement` replace it.
     jax.config.update("jax_enable_preemption_service", False)
     # After its own timeout, jax aborts the process with a C++ stack trace. No exception can be raised in its C++ code.
     late = MeshparError(

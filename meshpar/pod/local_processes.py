@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from meshpar.cli import roll
-from meshpar.loop import signals as interrupts
+from meshpar.pod import roll
+from meshpar.pod import signals as interrupts
 from meshpar.sharding.errors import check_divides, problem
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ GRACE_S = 20.0
 """Seconds that the other processes have to end after a process failed, before they are killed."""
 RESTART_GRACE_S = 2.0
 """Value of `GRACE_S` before a restart. Waiting longer is useless: without the lost process, no process can save."""
-COMMAND = (sys.executable, "-m", "meshpar.cli.main")
+COMMAND = (sys.executable, "-m", "meshpar")
 _GIVEN_UP = 1  # exit code of the watchdog after the loss of a process
 _POLL_S = 0.1
 _FOLLOW_S = 0.25
@@ -125,7 +125,7 @@ def follow_parent() -> None:
         while os.getppid() == int(parent):
             if not is_reported and (text := os.pread(news, 100, 0)):
                 # Not at the start of the thread: the main thread sets the environment of jax before it imports jax.
-                from meshpar.loop import heartbeat as watchdog
+                from meshpar.pod import watchdog
 
                 is_reported = True
                 process, code = json.loads(text)

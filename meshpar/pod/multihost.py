@@ -11,10 +11,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshpar.loop import checkpoint
-from meshpar.loop import heartbeat as watchdog
-from meshpar.loop import signals as interrupts
-from meshpar.loop.coordination import this_pod
+from meshpar.pod import signals as interrupts
+from meshpar.pod import watchdog as watchdog
+from meshpar.pod.coordination import this_pod
 from meshpar.sharding.host_resources import unexpected, user_line
 from meshpar.sharding.types import MeshparError
 
@@ -44,7 +43,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
             watch.say(str(error))
         watch.failed(error)
 
-    checkpoint.write_failure_callbacks.append(failed)
+    watchdog.write_failure_callbacks.append(failed)
     try:
         watch.keep_native_text()
         facts = {**environment(os.environ), "command": dict(command)}

@@ -29,8 +29,9 @@ from typing import Any
 
 import jax
 
-from meshpar.loop.coordination import Pod
-from meshpar.loop.pace import WINDOW_STEPS, HostTimes, Pace, compare
+from meshpar.pod.coordination import Pod
+from meshpar.pod.pace import WINDOW_STEPS, HostTimes, Pace, compare
+from meshpar.sharding.types import MeshparError
 
 STALL_S = 40.0
 """Seconds without a heartbeat, or in a step that other processes have finished, until a process counts as lost."""
@@ -48,6 +49,10 @@ _RUNTIME_ERRORS = ("UNKNOWN: ", "UNAVAILABLE: ", "ABORTED: ", "CANCELLED: ", "DE
 """Prefixes of the errors that jax raises, sometimes as `ValueError`, if communication between processes failed."""
 _GRACE_S = 10.0  # for other processes to read the verdict before process 0 and its service end
 _LEAVE_S = 60.0  # for jax's barrier at exit, once all processes have agreed to end
+
+write_failure_callbacks: list[Callable[[MeshparError], None]] = []
+"""Functions called in orbax's thread as soon as a background write fails. The other processes of a pod wait for this
+process's files, so they must be informed before orbax raises the error in the next `save` or `wait`."""
 
 
 class Judge:

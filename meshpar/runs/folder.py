@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.loop.checkpoint import Checkpoints
-from meshpar.loop.coordination import this_pod
-from meshpar.loop.signals import scratch
+from meshpar.pod.coordination import this_pod
+from meshpar.pod.signals import scratch
 from meshpar.sharding import remote
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import is_url

@@ -20,7 +20,7 @@ from meshpar.data.tokens import load_tokenizer
 from meshpar.interop.files import SINGLE, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
-from meshpar.loop.run_folder import CHECKPOINTS, RunFolder
+from meshpar.runs.folder import CHECKPOINTS, RunFolder
 from meshpar.models.config import (
     LatentAttention,
     LayerKind,

@@ -24,8 +24,8 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from meshpar.cli.multihost import version_of
-from meshpar.cli.recipe import (
+from meshpar.pod.multihost import version_of
+from meshpar.runs.recipe import (
     AdamW,
     Optax,
     Recipe,
@@ -37,7 +37,7 @@ from meshpar.cli.recipe import (
     defaults_of,
     open_data,
 )
-from meshpar.cli.run_lock import lock_run_folder
+from meshpar.runs.lock import lock_run_folder
 from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
 from meshpar.data.mixture import MixedSource
@@ -45,12 +45,12 @@ from meshpar.data.source import Source
 from meshpar.hardware.clusters import peak_flops_per_s
 from meshpar.hardware.compile_options import fingerprint
 from meshpar.interop.hf import check_weights, config_of, load_hf
-from meshpar.interop.runs import RUN_MODE, SOURCE_FOLDER, check_source, keep_source_files
+from meshpar.runs.saved_run import RUN_MODE, SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.layers.precision import cast_floating
 from meshpar.loop import expert_load as experts
-from meshpar.loop import heartbeat as watchdog
+from meshpar.pod import watchdog as watchdog
 from meshpar.loop.checkpoint import Checkpoints, barrier
-from meshpar.loop.coordination import check_shared, this_pod
+from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.loop.fit import (
     Checkpointer,
     FitResult,
@@ -74,7 +74,7 @@ from meshpar.loop.metrics_file import (
 )
 from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
-from meshpar.loop.run_folder import RunFolder, run_folder
+from meshpar.runs.folder import RunFolder, run_folder
 from meshpar.moe.load_metrics import Loads
 from meshpar.optim.averages import eval_params
 from meshpar.sharding import remote
@@ -774,7 +774,7 @@ def _plot(
     summary: Mapping[str, Any],
     loads: Loads | None,
 ) -> None:
-    from meshpar.cli import plots
+    from meshpar import plots
 
     has_bits = "bits_per_byte" in summary
     scale = summary["bits_per_byte"] / summary["validation"]["loss"] if has_bits else 1.0

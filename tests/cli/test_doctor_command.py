@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshpar.cli import doctor_command as doctor
-from meshpar.cli import launch
 from meshpar.planner.calibration import SEARCH
+from meshpar.pod import launch
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
 HEALTHY = doctor.MachineFacts(

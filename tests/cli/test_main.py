@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from meshpar.cli import main as cli
-from meshpar.cli import train_command
 from meshpar.loop.fit import Hook
+from meshpar.runs import training_run as train_command
 
 RECIPE = """
 from __future__ import annotations

@@ -10,8 +10,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli import main as cli
-from meshpar.cli.recipe import open_data
 from meshpar.data import ArrayData
+from meshpar.runs.recipe import open_data
 from meshpar.sharding.host_resources import unexpected
 from tests.errors import raises
 

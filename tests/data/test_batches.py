@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
-from tests.cli.pods import free_port, run_together
 from tests.errors import raises
+from tests.pod.pods import free_port, run_together
 
 PATIENCE_S = 600
 """Timeout for hanging tests, long enough for a busy machine."""

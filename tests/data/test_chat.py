@@ -19,12 +19,12 @@ import tokenizers
 from pyarrow import parquet
 
 import meshpar as mp
-from meshpar.cli.recipe import load_recipe
-from meshpar.cli.train_command import _data_line, train
 from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.data.tokens import load_tokenizer
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.runs.recipe import load_recipe
+from meshpar.runs.training_run import _data_line, train
 from tests.errors import raises
 from tests.interop.test_untrusted import check_parts
 

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import data
-from meshpar.cli.train_command import _data_line
 from meshpar.data import DataSource, Source, TextData
+from meshpar.runs.training_run import _data_line
 from tests.errors import raises
 
 DOCUMENTS = 40

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar.inspect.compiler_messages import catch_stderr, rematerializations, warnings_in
 from meshpar.inspect.program import compile_here
-from meshpar.loop import signals as interrupts
+from meshpar.pod import signals as interrupts
 
 LOG = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -123,7 +123,7 @@ def test_catch_stderr_writes_output_if_block_raises(capfd):
 def test_catch_stderr_writes_output_if_process_ends(end, code, said):
     ends = f"""import os, time
 from meshpar.inspect.compiler_messages import catch_stderr
-from meshpar.loop import signals as interrupts
+from meshpar.pod import signals as interrupts
 watch = interrupts.Watch(command=True)
 with catch_stderr():
     os.write(2, b"why")

@@ -15,7 +15,7 @@ from meshpar.interop import files as hf_files
 from meshpar.interop import from_hf, to_hf
 from meshpar.interop.block_fp8 import SCALE
 from meshpar.interop.hf import check_weights
-from meshpar.interop.runs import keep_source_files
+from meshpar.runs.saved_run import keep_source_files
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases

@@ -11,12 +11,12 @@ import pytest
 import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.cli.generate_command import stop_ids
-from meshpar.cli.train_command import continued
-from meshpar.interop.runs import opened
+from meshpar.runs.saved_run import opened
+from meshpar.runs.training_run import continued
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden
-from tests.interop.test_convert import small_folder
 from tests.interop.test_hf import logits_of
+from tests.runs.test_saved_run import small_folder
 
 NUM_TOKENS = 8
 

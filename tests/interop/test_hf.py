@@ -18,8 +18,8 @@ import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
 from meshpar.interop.hf import CheckpointTensors, copy_tokenizer, described, family_of, written
-from meshpar.interop.runs import keep_source_files
 from meshpar.models import next_token_loss
+from meshpar.runs.saved_run import keep_source_files
 from meshpar.training.state import make_setup
 from tests.data.test_batches import run_processes
 from tests.equal import mesh_of, model_of

@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
-from meshpar.cli.recipe import load_recipe
-from meshpar.cli.train_command import train
 from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
+from meshpar.runs.recipe import load_recipe
+from meshpar.runs.training_run import train
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.errors import raises
 from tests.grid import cases
@@ -31,9 +31,9 @@ from tests.interop.folders import (
     read_single,
     write_header,
 )
-from tests.interop.test_convert import RECIPE, run, small_folder
 from tests.interop.test_hf import logits_of
 from tests.interop.test_untrusted import broken, check_parts, mutated
+from tests.runs.test_saved_run import RECIPE, run, small_folder
 
 EXPERTS = r"layers/(attention/(query|key|value|out)|mlp/(gate|up|down))"
 CHOSEN = {

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar.interop import to_hf
 from meshpar.interop.hf import check_weights, described
-from meshpar.interop.runs import keep_source_files
+from meshpar.runs.saved_run import keep_source_files
 from meshpar.sharding.types import MeshparError
 from tests.errors import raises
 from tests.grid import cases

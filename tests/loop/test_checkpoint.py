@@ -27,7 +27,7 @@ from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import Setup, TrainState, make_setup
 from tests.errors import raises
 from tests.grid import cases
-from tests.loop.test_coordination import run_processes
+from tests.pod.test_coordination import run_processes
 
 EMBED, MLP = 16, 64
 NAMES = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed"), "scale": ("embed",)}

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from meshpar.cli import plots
+from meshpar import plots
 from meshpar.loop import expert_load as experts
 from meshpar.loop.expert_load import LAYERS, ExpertLoad, layer_numbers, loads_of
 from meshpar.loop.metrics_file import MetricsFile

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 import meshpar as mp
-from meshpar.cli.recipe import Recipe, build_model, build_optimizer, build_step, load_recipe
+from meshpar.runs.recipe import Recipe, build_model, build_optimizer, build_step, load_recipe
 
 FILE = Path(__file__).with_name("losses.json")
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"

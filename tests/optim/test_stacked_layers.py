@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.cli.recipe import Optax
 from meshpar.optim.stacked_layers import check_stacks, per_layer
+from meshpar.runs.recipe import Optax
 from tests.errors import raises
 from tests.grid import cases
 

@@ -21,8 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
-from meshpar.cli.train_command import with_plan
 from meshpar.hardware.clusters import parse_cluster
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.target import traced_for
@@ -42,6 +40,8 @@ from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import Clock, elements_per_expert, experts, matmul_size
 from meshpar.planner.workload import POLICIES, describe
+from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
+from meshpar.runs.training_run import with_plan
 from meshpar.training.options import StepOptions
 from tests.errors import raises
 from tests.grid import cases

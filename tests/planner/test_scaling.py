@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.cli import plots
+from meshpar import plots
 from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.models import next_token_loss
 from meshpar.planner.scaling import Growth, Size, grow, kind_of, with_rows

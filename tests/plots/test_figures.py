@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from matplotlib.colors import to_hex
 
 import meshpar as mp
-from meshpar.cli import plots
 from meshpar.inspect.census import Total
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.timeline.simulator import Op, Segment, Timeline
+from meshpar.plots import figures as plots
 from meshpar.schedules import makers
 from tests.errors import raises
 

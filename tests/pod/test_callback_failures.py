@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from meshpar.cli import callback_failures
+from meshpar.pod import callback_failures
 
 PROGRAM = """
-from meshpar.cli import callback_failures, main
+from meshpar.cli import main
+from meshpar.pod import callback_failures
 main.prepare_devices(2)
 callback_failures.end_on_callback_failures()
 import jax, jax.numpy as jnp

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshpar.loop import coordination
-from meshpar.loop.coordination import Pod, StopAgreement, check_shared, flatten, this_pod
+from meshpar.pod import coordination
+from meshpar.pod.coordination import Pod, StopAgreement, check_shared, flatten, this_pod
 from meshpar.sharding.types import MeshparError
 
 

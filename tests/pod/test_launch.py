@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from meshpar.cli import launch
-from meshpar.cli.launch import detect
-from tests.cli.pods import free_port, run_together
+from meshpar.pod import launch
+from meshpar.pod.launch import detect
 from tests.errors import raises
+from tests.pod.pods import free_port, run_together
 
 SLURM = {
     "SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[007-008],cpu1",
@@ -239,7 +239,7 @@ PROCESS = textwrap.dedent("""
     import json, logging, sys
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)
-    from meshpar.cli import launch
+    from meshpar.pod import launch
     found = launch.join(timeout_s=500)
     import jax, jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec

@@ -7,15 +7,15 @@ import textwrap
 
 import pytest
 
-from tests.cli.pods import free_port, run_together
+from tests.pod.pods import free_port, run_together
 
 CODE = 128 + signal.SIGTERM
 PROCESS = textwrap.dedent("""
     import os, signal, sys, time
     import jax, numpy as np
-    from meshpar.cli import launch
-    from meshpar.cli import multihost as together
-    from meshpar.loop import heartbeat as watchdog
+    from meshpar.pod import launch
+    from meshpar.pod import multihost as together
+    from meshpar.pod import watchdog as watchdog
 
     plant, here = os.environ["PLANT"], int(os.environ["RANK"])
     watchdog.BEAT_S = 1e-4 if plant == "busy" else watchdog.BEAT_S  # a thread is inside the client at any moment

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 import meshpar as mp
-from meshpar.cli import launch
-from meshpar.cli import local_processes as processes
 from meshpar.cli import main as cli
-from meshpar.cli import multihost as together
 from meshpar.inspect import trace
-from tests.cli import pods
+from meshpar.pod import launch
+from meshpar.pod import local_processes as processes
+from meshpar.pod import multihost as together
 from tests.errors import raises
 from tests.grid import cases
+from tests.pod import pods
 
 RECIPE = textwrap.dedent("""
     import os, time
@@ -151,7 +151,7 @@ def test_an_error_before_processes_agree_is_reported(monkeypatch: pytest.MonkeyP
     watch = Watch()
     monkeypatch.setattr(together, "this_pod", object)
     monkeypatch.setattr(together.watchdog, "watch", lambda *_, **__: watch)
-    monkeypatch.setattr(together.checkpoint, "write_failure_callbacks", [])
+    monkeypatch.setattr(together.watchdog, "write_failure_callbacks", [])
     monkeypatch.setattr(together.os, "_exit", sys.exit)
     with pytest.raises(SystemExit), together.pod(stall_s=40, command={}):
         pass
@@ -331,7 +331,7 @@ def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.
 
 JOINS = """
 import os, signal, time
-from meshpar.cli.local_processes import follow_parent
+from meshpar.pod.local_processes import follow_parent
 follow_parent()
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)

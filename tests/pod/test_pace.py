@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshpar.loop import pace
-from meshpar.loop.pace import WINDOW_STEPS, Pace, compare
+from meshpar.pod import pace
+from meshpar.pod.pace import WINDOW_STEPS, Pace, compare
 
 
 def paces(host_s: list[float], step_s: float, *, steps: int = 2 * WINDOW_STEPS) -> list[Pace]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import pods
+from tests.pod import pods
 
 RECIPE = textwrap.dedent("""
     import os

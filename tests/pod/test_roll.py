@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshpar.cli import roll
+from meshpar.pod import roll
 from meshpar.sharding.types import MeshparError
-from tests.cli.pods import free_port
 from tests.errors import raises
+from tests.pod.pods import free_port
 
 
 @pytest.fixture

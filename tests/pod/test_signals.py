@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.loop import signals as interrupts
-from meshpar.loop.signals import Watch
+from meshpar.pod import signals as interrupts
+from meshpar.pod.signals import Watch
 from tests.cli.test_main import write_recipe
 from tests.grid import cases
 from tests.training_process import Runs, Sender
@@ -77,7 +77,7 @@ main()
 
 COMPILES = ["jax._src.compiler:compile_or_get_cached", 1]
 NOTHING_TO_SAVE = {
-    "reading the recipe": [["meshpar.cli.recipe:load_recipe", 1]],
+    "reading the recipe": [["meshpar.runs.recipe:load_recipe", 1]],
     "reading the data": [["meshpar.data.source:RowSource.__init__", 1]],
     "looking for a checkpoint": [["meshpar.loop.checkpoint:Checkpoints.restore", 1]],
     "compiling the first step": [["meshpar.loop.fit:Run.advance", 1], COMPILES],
@@ -89,7 +89,7 @@ SAVES = {  # moment, and the first and last possible step of the last checkpoint
     "a save is renamed": ([["os:rename", 1]], 2, STEPS),  # in the background
     "compiling the validation": ([["meshpar.loop.fit:Validator._means", 1], COMPILES], 3, 3),
     "the last save": ([["meshpar.loop.fit:Checkpointer.on_end", 1]], STEPS, STEPS),
-    "the report": ([["meshpar.cli.train_command:_report", 1]], STEPS, STEPS),
+    "the report": ([["meshpar.runs.training_run:_report", 1]], STEPS, STEPS),
 }
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshpar.loop import heartbeat as watchdog
-from meshpar.loop.coordination import Pod
-from meshpar.loop.heartbeat import BEAT_S, Judge, Watchdog
+from meshpar.pod import watchdog as watchdog
+from meshpar.pod.coordination import Pod
+from meshpar.pod.watchdog import BEAT_S, Judge, Watchdog
 from meshpar.sharding.types import problem
-from tests.loop.test_coordination import Store
+from tests.pod.test_coordination import Store
 
 
 class Simulation:

@@ -10,8 +10,8 @@ import threading
 import fsspec
 import pytest
 
-from meshpar.loop import run_folder as module
-from meshpar.loop.run_folder import run_folder
+from meshpar.runs import folder as module
+from meshpar.runs.folder import run_folder
 from tests.errors import raises
 
 

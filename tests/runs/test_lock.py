@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.cli.run_lock import lock_run_folder
+from meshpar.runs.lock import lock_run_folder
 from tests.errors import raises
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from meshpar.cli.run_lock import lock_run_folder
+from meshpar.runs.lock import lock_run_folder
 with lock_run_folder(Path(sys.argv[1]), warn=print):
     print("locked", flush=True)
     time.sleep(600)

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.cli.recipe import (
+from meshpar.runs.recipe import (
     AdamW,
     Optax,
     Recipe,

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.cli.train_command import train
+from meshpar.runs.training_run import train
 from meshpar.data import ArrayData
 from meshpar.loop.checkpoint import Checkpoints, read_index
-from tests.cli import pods
-from tests.cli.test_multihost import RECIPE
+from tests.pod import pods
+from tests.pod.test_multihost import RECIPE
 from tests.errors import raises
 from tests.grid import cases
 

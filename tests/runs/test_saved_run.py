@@ -16,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.cli.convert_command import _suggest_layouts
-from meshpar.cli.recipe import load_recipe
-from meshpar.cli.train_command import train
+from meshpar.runs.recipe import load_recipe
+from meshpar.runs.training_run import train
 from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import (
+from meshpar.runs.saved_run import (
     SOURCE_FOLDER,
     _from_plain,
     check_source,
@@ -30,8 +30,8 @@ from meshpar.interop.runs import (
     text_fields,
 )
 from meshpar.loop.checkpoint import Checkpoints
-from meshpar.loop.run_folder import run_folder
-from meshpar.loop.signals import scratch
+from meshpar.runs.folder import run_folder
+from meshpar.pod.signals import scratch
 from meshpar.models import TransformerConfig
 from meshpar.models.config import LayerKind
 from meshpar.sharding.types import check_divides

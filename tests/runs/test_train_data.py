@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from meshpar.cli.train_command import check_ids
+from meshpar.runs.training_run import check_ids
 from meshpar.data import ArrayData
 from tests.cli.test_main import write_recipe
-from tests.cli.test_recipe import small
+from tests.runs.test_recipe import small
 from tests.errors import raises
 
 EXAMPLES, SEQ = 200, 4

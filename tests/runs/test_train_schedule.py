@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.cli.recipe import breaks_resuming
-from meshpar.cli.train_command import Screen, _with_schedule
-from meshpar.loop.run_folder import run_folder
+from meshpar.runs.recipe import breaks_resuming
+from meshpar.runs.training_run import Screen, _with_schedule
+from meshpar.runs.folder import run_folder
 from tests.cli.test_main import write_recipe
-from tests.cli.test_recipe import small
+from tests.runs.test_recipe import small
 
 
 def resumed(tmp_path, optimizer, *, steps, saved_steps=20, **saved):

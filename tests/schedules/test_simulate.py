@@ -138,7 +138,7 @@ def test_zero_costs_have_no_bubble():
 
 def test_plot_shows_each_op_at_its_time():
     """The plot has a box per op, from its start to its end."""
-    from meshpar.cli import plots
+    from meshpar import plots
 
     plotted = [make("zb-h1", 4, 8), make("dualpipe", 4, 8)]
     figure = plots.schedule(*plotted, f=2.0, b=1.0, w=1.0)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.cli.train_command import train
+from meshpar.runs.training_run import train
 from meshpar.training.pgle import CACHE_FOLDER, check_pgle, pgle_enabled
-from tests.cli.test_recipe import small
 from tests.errors import raises
+from tests.runs.test_recipe import small
 
 GPUS = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
 

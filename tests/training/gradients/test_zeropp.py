@@ -16,12 +16,12 @@ import pytest
 from flax import linen as nn
 
 import meshpar as mp
-from meshpar.cli.recipe import load_recipe, override
 from meshpar.collectives.quantized import error_bound
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect import census
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Quantize, parse_strategy
+from meshpar.runs.recipe import load_recipe, override
 from tests.errors import raises
 from tests.grid import cases
 

@@ -1,0 +1,1 @@
+"""Processes of a pod: launch, agreement, watchdog, pace and signals."""
