@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     )
     from meshpar.parallel.batch import shard_batch
     from meshpar.planner.plan import plan
-    from meshpar.runs.recipe import AdamW, Muon, Optax, Recipe, Sample
+    from meshpar.runs.optimizers import AdamW, Muon, Optax
+    from meshpar.runs.recipe import Recipe, Sample
+    from meshpar.runs.training_run import run
     from meshpar.sharding.adapters.functions import from_functions
     from meshpar.sharding.adapters.linen import from_linen
     from meshpar.sharding.adapters.model import Model, explicit
@@ -76,7 +78,7 @@ __all__ = [
     "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_params", "eval_step",
     "expert_parallel", "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
     "hooks", "hsdp", "init_state", "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names",
-    "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated",
+    "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "run",
     "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2",
     "zero3",
 ]  # fmt: skip

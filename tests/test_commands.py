@@ -30,7 +30,9 @@ from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.loop.profiler import parse_steps
 from meshpar.models.config import TransformerConfig
 from meshpar.parallel import parse_strategy
-from meshpar.runs.recipe import breaks_resuming, build_model, build_optimizer, changes, load_recipe
+from meshpar.runs.recipe import build_model, build_optimizer
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.resuming import breaks_resuming, changes
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.units import parse_bytes
 

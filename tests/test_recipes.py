@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import meshpar as mp
-from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
-from meshpar.runs.training_run import train
+from meshpar.runs.recipe import build_model, build_optimizer
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.training_run import run
 from tests.grid import cases
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -67,7 +68,7 @@ def test_small_recipes_fit_any_number_of_devices(name, devices):
 @pytest.mark.matrix
 def test_digits_are_learnt(tmp_path):
     recipe = load_recipe(FOLDER / "digits_linen.py", devices=8).override("steps=120", "validate_every=none")
-    outcome = train(recipe, out=tmp_path, stream=io.StringIO())
+    outcome = run(recipe, out=tmp_path, stream=io.StringIO())
     assert outcome.summary["validation"]["accuracy"] > 0.95
 
 
@@ -86,7 +87,7 @@ QUICK = (
 def test_moe_stdlib_shows_the_load_of_its_experts(tmp_path):
     recipe = load_recipe(FOLDER / "moe_stdlib.py", devices=8).override(*QUICK[:-1], "data.seq_len=32", "sample=none")
     screen = io.StringIO()
-    outcome = train(recipe, out=tmp_path, stream=screen)
+    outcome = run(recipe, out=tmp_path, stream=screen)
     assert outcome.reason == "done"
     first, last = (json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()[:2])
     numbers = last["moe/layers"]

@@ -105,7 +105,7 @@ def explain(
     for path in filter(None, (html, save_budget)):
         check_output_file(path)
     from meshpar.inspect.budget import Budget
-    from meshpar.runs.recipe import explain_recipe_errors
+    from meshpar.runs.recipe_file import explain_recipe_errors
 
     # An exception in the recipe must not exit with code 1, which means that a check failed.
     files = [path for path in (recipe, against) if path]
@@ -171,7 +171,7 @@ class Subject:
 
         from meshpar.hardware.clusters import parse_cluster
         from meshpar.inspect.target import require_aot
-        from meshpar.runs.recipe import load_recipe
+        from meshpar.runs.recipe_file import load_recipe
 
         pod = parse_cluster(cluster) if cluster is not None else None
         if pod is not None:

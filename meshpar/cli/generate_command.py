@@ -57,8 +57,8 @@ def generate(
     from meshpar.interop.hf import CONFIG
     from meshpar.pod.callback_failures import end_on_callback_failures
     from meshpar.runs.folder import run_folder
+    from meshpar.runs.report import continued
     from meshpar.runs.saved_run import SOURCE_FOLDER, opened
-    from meshpar.runs.training_run import continued
 
     end_on_callback_failures()
     if not (is_url(folder) or Path(folder).is_dir()):

@@ -6,7 +6,6 @@ No command is imported before it runs, and XLA's flags are set before jax is imp
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import importlib.util
 import json
@@ -123,6 +122,8 @@ def select_devices(count: int | None) -> Sequence[Any]:
 
 
 COMMANDS = {
+    "train": "Train a recipe, or resume its run.",
+    "shard": "Show how the model of a recipe is sharded.",
     "explain": "Show the collectives, memory and overlap of a compiled step, for any cluster.",
     "plan": "Rank the layouts of a recipe on a cluster by predicted speed.",
     "cost": "Show the time, bytes and formula of a collective for each algorithm.",
@@ -135,11 +136,11 @@ COMMANDS = {
     "verify": "Compare random layouts and restarts of a recipe's model with one device.",
     "doctor": "Report versions, devices, links and environment, with a fix for each problem.",
 }
-"""One line of help for each command that has its own module. `train` and `shard` are defined below."""
+"""One line of help for each command, which is defined in the module `meshpar.cli.NAME_command`."""
 
 
 class _Group(click.Group):
-    """Click group of the commands in this file and in `COMMANDS`. The module of a command is imported when it runs."""
+    """Click group of `COMMANDS`. The module of a command is imported when it runs."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -150,17 +151,14 @@ class _Group(click.Group):
             ctx.exit(BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *COMMANDS]
+        return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return super().get_command(ctx, name)
-        return getattr(importlib.import_module(f"meshpar.cli.{name}_command"), name)
+        return None if name not in COMMANDS else getattr(importlib.import_module(f"meshpar.cli.{name}_command"), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        eager = [(name, command.get_short_help_str(90)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
-            formatter.write_dl([*eager, *COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
@@ -250,194 +248,11 @@ hf_option = click.option(
 recipe_options = options(click.argument("recipe", type=click.Path()), field_options)
 
 
-COMPARED_LATER = (
-    "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
-    "as_json",
-)  # fmt: skip
-"""Options of `train` that are not compared when processes join.
-
-All except `as_json` set fields of the recipe, which is compared later. `as_json` may differ.
-"""
-
-
-@cli.command()
-@recipe_options
-@devices_option
-@click.option("--steps", metavar="N", type=click.IntRange(min=1), help="Same as --set steps=N.")
-@click.option("--name", metavar="NAME", help="Same as --set name=NAME. The run writes to OUT/NAME/.")
-@click.option(
-    "--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs; may be a gs:// or s3:// URL."
-)
-@click.option("--fresh", is_flag=True, help="Start from step 0 and rename the folder of an earlier run.")
-@click.option(
-    "--accept-changes", is_flag=True,
-    help="Resume a run although its code has changed or its recipe.json is missing.",
-)  # fmt: skip
-@click.option(
-    "--text", metavar="PATH", multiple=True,
-    help="Train on your text: files, globs or folders of .txt .py .md .jsonl .parquet. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json. The vocabulary of the model is set to its size."
-)
-@click.option("--from-hf", metavar="DIR", help="Start from the model, weights and tokenizer of a Hugging Face folder.")
-@click.option(
-    "--plan", metavar="FILE",
-    help="Use the mesh, strategy and step options of the first layout that `meshpar plan --save` wrote.",
-)  # fmt: skip
-@click.option(
-    "--stall-limit", metavar="SECONDS", type=click.IntRange(5, 86_400), default=40, show_default=True,
-    help="With several processes: seconds without progress before a process counts as lost.",
-)  # fmt: skip
-@click.option(
-    "--join-limit", metavar="SECONDS", type=click.IntRange(5, 86_400),
-    help="With several processes: seconds to wait until all have started. Default: 300, or 90 with --processes.",
-)  # fmt: skip
-@click.option(
-    "--processes", metavar="N", type=click.IntRange(min=1),
-    help="Start N processes on this machine, to test a multi-host run. The losses are equal bit for bit for any N. "
-    "Default: the process joins the job of its launcher (Slurm, MPI, ...), if there is one.",
-)  # fmt: skip
-@click.option(
-    "--restarts", metavar="K", type=click.IntRange(min=0), default=0, show_default=True,
-    help="With --processes: after a process is lost, restart from the newest checkpoint, at most K times.",
-)  # fmt: skip
-@click.option(
-    "--shrink", is_flag=True,
-    help="With --restarts: restart without the devices of the lost process, on a smaller data axis.",
-)  # fmt: skip
-@click.option(
-    "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
-    help="Also write metrics to tensorboard or wandb. Same as --set writers=NAME,NAME. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--profile", metavar="FIRST:LAST",
-    help="Write an XProf trace of these steps, as in 10:15, to profile/ of the run. Read it with `meshpar trace`.",
-)  # fmt: skip
-def train(
-    *, devices: int | None, stall_limit: float, join_limit: int | None, processes: int | None, restarts: int,
-    shrink: bool, **settings: Any,
-) -> None:  # fmt: skip
-    """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
-
-    Repeat the command to resume a run that has stopped.
-    """
-    from meshpar.pod.local_processes import PARENT, follow_parent, run
-
-    for option, is_conflict, reason, fix in (
-        (f"--restarts {restarts}", restarts and settings["fresh"], "--fresh would discard the run", "remove --fresh"),
-        (f"--restarts {restarts}", restarts and processes is None, "--processes is not set", "add --processes N"),
-        ("--shrink", shrink and not restarts, "no restart is allowed", "add --restarts K"),
-    ):
-        if is_conflict:
-            raise problem(option, "restart after a process is lost", reason, fix, code="conflict")
-    is_child = PARENT in os.environ
-    if processes is not None and not is_child:
-        prepare_devices(devices, start="nothing")
-        args = click.get_current_context().find_root().obj
-        sys.exit(run(args, processes=processes, restarts=restarts, shrink=shrink))
-    follow_parent()
-    devices = None if is_child else devices  # the parent has already divided the host devices
-    prepare_devices(devices, start="jax")
-    from meshpar.pod import callback_failures, launch, multihost
-
-    launch.join(alone=is_child, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_child else launch.JOIN_S))
-    command = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if name not in COMPARED_LATER}
-    command["--stall-limit"] = stall_limit
-    callback_failures.end_on_callback_failures()
-    with multihost.pod(stall_s=stall_limit, command=command):
-        _train(device_count=devices, **settings)
-
-
-def _train(
-    *, recipe: str, assignments: tuple[str, ...], as_json: bool, plan: str | None, device_count: int | None,
-    steps: int | None, name: str | None, out: str, fresh: bool, accept_changes: bool, text: tuple[str, ...],
-    tokenizer: str | None, from_hf: str | None, writers: tuple[str, ...], profile: str | None,
-) -> None:  # fmt: skip
-    prepare_devices(device_count)
-    devices = select_devices(device_count)
-    import jax
-
-    from meshpar.data import TextData
-    from meshpar.loop.profiler import check_steps, parse_steps
-    from meshpar.pod.local_processes import shrunk
-    from meshpar.runs.recipe import load_recipe
-    from meshpar.runs.training_run import check_left_to_folder, with_plan
-    from meshpar.runs.training_run import train as run
-
-    profiled_steps = None if profile is None else parse_steps(profile)
-    config = load_recipe(recipe, devices=len(devices))
-    shortcuts = {"steps": steps, "name": name, "writers": ",".join(writers) or None}
-    fields = (*assignments, *(f"{field}={value}" for field, value in shortcuts.items() if value is not None))
-    config = config.override(*fields) if plan is None else with_plan(config, plan, fields)
-    config = config.replace(mesh=shrunk(config.mesh))
-    if profiled_steps is not None:
-        check_steps(*profiled_steps, done=0, steps=config.steps)  # also here, before anything is compiled
-    if from_hf is not None:
-        check_left_to_folder(from_hf, assignments, tokenizer)
-    if text or tokenizer:
-        data: Any = config.data
-        if not isinstance(data, TextData):
-            option, reason = "--text" if text else "--tokenizer", f"the data of the recipe is {type(data).__name__}"
-            fix = "use a recipe whose data is TextData, such as recipes/gpt_stdlib.py"
-            raise problem(option, "train on your text", reason, fix, code="conflict")
-        replaced: Any = {"files": tuple(text), "sources": {}} if text else {}
-        config = config.replace(data=dataclasses.replace(data, tokenizer=tokenizer or data.tokenizer, **replaced))
-    sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
-    outcome = run(
-        config,
-        out=out,
-        devices=devices,
-        fresh=fresh,
-        stream=sys.stderr if as_json else sys.stdout,
-        fit_vocab=tokenizer is not None and from_hf is None and not sets_vocab,
-        from_hf=from_hf,
-        profile=profiled_steps,
-        accept_changes=accept_changes,
-    )
-    if as_json and jax.process_index() == 0:
-        print_json({"folder": str(outcome.folder), **outcome.summary})
-    if outcome.reason == "interrupted":
-        sys.exit(signals.exit_code())
-
-
-@cli.command()
-@recipe_options
-@layout_options
-@hf_option
-@click.option("--devices", metavar="N", type=click.IntRange(min=1), help="Number of devices of the mesh.")
-def shard(
-    recipe: str, assignments: tuple[str, ...], as_json: bool, mesh: str | None, devices: int | None,
-    strategy: str | None, from_hf: str | None,
-) -> None:  # fmt: skip
-    """Show how the model of a recipe is sharded. Needs no devices.
-
-    Lists the shape, logical names, matching rule and bytes per device of each array, and the totals.
-    """
-    prepare_devices(None, use_host=True)
-    from meshpar.hardware.compile_options import check_options
-    from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
-    from meshpar.training.sharding_table import shardings
-
-    config = load_recipe(recipe, devices=devices).override(*layout_fields(mesh, strategy), *assignments)
-    config = with_model(config, from_hf, assignments)
-    if devices is None and -1 in config.mesh.values():
-        where = f"mesh {', '.join(f'{axis}={size}' for axis, size in config.mesh.items() if size != 1)}"
-        reason = "the size -1 depends on the number of devices"
-        raise problem(where, "compute shardings", reason, "set the number: --devices 4096", code="missing-argument")
-    check_options(config.step.xla)  # they change no sharding, but an error is more useful now than during training
-    abstract_mesh = config.mesh.abstract(devices)
-    model = build_model(config)
-    tx = build_optimizer(config, model, abstract_mesh)
-    report = shardings(model, abstract_mesh, config.strategy, tx=tx, precision=config.step.precision)
-    print_report(report, as_json=as_json)
-
-
 def with_model(recipe: Recipe, from_hf: str | None, assignments: Sequence[str]) -> Recipe:
     """Return the recipe with the model of a Hugging Face folder, without loading weights, if `from_hf` is set."""
     if from_hf is None:
         return recipe
-    from meshpar.runs.training_run import check_left_to_folder, with_hf
+    from meshpar.runs.recipe_sources import check_left_to_folder, with_hf
 
     check_left_to_folder(from_hf, assignments, None)
     return with_hf(recipe, from_hf)

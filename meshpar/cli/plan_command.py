@@ -115,7 +115,8 @@ def plans_for(
     from meshpar.cli.explain_command import batch_of
     from meshpar.hardware.clusters import parse_cluster
     from meshpar.planner.plan import plan as plan_for
-    from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
+    from meshpar.runs.recipe import build_model, build_optimizer
+    from meshpar.runs.recipe_file import load_recipe
     from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)

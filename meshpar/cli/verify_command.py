@@ -61,7 +61,8 @@ def verify(
     from meshpar.loop.verify import verify as run
     from meshpar.parallel import as_strategy, ddp
     from meshpar.pod.callback_failures import end_on_callback_failures
-    from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
+    from meshpar.runs.recipe import build_model, build_optimizer
+    from meshpar.runs.recipe_file import load_recipe
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.training.sharding_table import shardings
 
@@ -102,7 +103,7 @@ def shrunk(recipe: Recipe, dtype: str) -> Recipe:
     Optimizer moments have the dtype of the parameters and stay on the device.
     """
     from meshpar.models.config import TransformerConfig
-    from meshpar.runs.recipe import AdamW
+    from meshpar.runs.optimizers import AdamW
 
     if isinstance(recipe.optimizer, AdamW):
         recipe = recipe.replace(optimizer=dataclasses.replace(recipe.optimizer, moments=None, offload=False))

@@ -108,7 +108,7 @@ class Plan(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingRun(Plain):
+class RunCost(Plain):
     """Duration and cost of training on a number of tokens with a plan, without restarts."""
 
     tokens: float
@@ -132,7 +132,7 @@ class Plans(Printed, Plain):
     """Lines of advice: rules of thumb, warnings, and last the recommended plan."""
     left_out: tuple[str, ...] = ()
     """Layouts that fit by estimate, but not when compiled."""
-    runs: tuple[TrainingRun, ...] = ()
+    runs: tuple[RunCost, ...] = ()
     """The training run of each plan, after `for_tokens`."""
     search: Search | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -164,7 +164,7 @@ class Plans(Printed, Plain):
             gpu_hours = tokens / plan.tokens_per_s / 3600
             days = gpu_hours / math.prod(plan.layout.mesh.values()) / 24
             cost = None if price is None else gpu_hours * price
-            runs.append(TrainingRun(tokens=tokens, days=days, gpu_hours=gpu_hours, cost=cost))
+            runs.append(RunCost(tokens=tokens, days=days, gpu_hours=gpu_hours, cost=cost))
         return dataclasses.replace(self, runs=tuple(runs))
 
     def save(self, path: str | Path) -> None:
@@ -491,7 +491,7 @@ def load_plans(path: str | Path) -> Plans:
     where = f"plans `{path}`"
     try:
         data = read_json(path, where, FIX)
-        runs = [parsed(TrainingRun, run, where, FIX) for run in data.get("runs", ())]
+        runs = [parsed(RunCost, run, where, FIX) for run in data.get("runs", ())]
         each = [_plan(plan, where) for plan in data["plans"]]
         plans = parsed(Plans, {**data, "plans": each, "runs": runs}, where, FIX)
         reason = "" if plans.plans else "the file has no plans"

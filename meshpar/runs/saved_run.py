@@ -20,20 +20,10 @@ from meshpar.data.tokens import load_tokenizer
 from meshpar.interop.files import SINGLE, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
-from meshpar.runs.folder import CHECKPOINTS, RunFolder
-from meshpar.models.config import (
-    LatentAttention,
-    LayerKind,
-    LongRope,
-    QueryScaling,
-    RopeScaling,
-    TransformerConfig,
-    YarnScaling,
-)
-from meshpar.moe.dispatch_paths import Payload
-from meshpar.moe.layer_config import MoEConfig
-from meshpar.moe.routing import Routing
+from meshpar.models.config import TransformerConfig
 from meshpar.parallel import Strategy
+from meshpar.runs.folder import CHECKPOINTS, RunFolder
+from meshpar.runs.plain import from_plain
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import problem
@@ -47,13 +37,6 @@ RUN_MODE = 0o700
 SOURCE = "source.json"
 """File in `SOURCE_FOLDER` that records the path and the fingerprint of the original folder."""
 _SAMPLE_BYTES = 2**20
-_CONFIG_TYPES = {
-    cls.__name__: cls
-    for cls in (
-        LatentAttention, LayerKind, LongRope, Lora, MoEConfig, Payload, QueryScaling, RopeScaling, Routing,
-        TransformerConfig, YarnScaling,
-    )
-}  # fmt: skip
 
 
 def keep_source_files(source: str | Path, run: Path) -> Path:
@@ -156,13 +139,13 @@ def restored_run(
         raise problem(f"folder `{run}`", "load a model", reason, fix, code="missing-file")
     recipe = read_json(path / "recipe.json") if (path / "recipe.json").exists() else {}
     is_converted = not recipe and like_of(path) is not None
-    config = config_of(path / SOURCE_FOLDER) if is_converted else _from_plain(recipe.get("model"))
+    config = config_of(path / SOURCE_FOLDER) if is_converted else from_plain(recipe.get("model"), TransformerConfig)
     if not isinstance(config, TransformerConfig):
         reason = "the model of the run is not a TransformerConfig"
         fix = "build the model and restore its state with Checkpoints"
         raise problem(f"run `{run}`", "load the model", reason, fix, code="unsupported-feature")
     with Checkpoints(run.checkpoints) as checkpoints:
-        table, lora = checkpoints.stored(step)["params/embed/embedding"], _from_plain(recipe.get("lora"))
+        table, lora = checkpoints.stored(step)["params/embed/embedding"], from_plain(recipe.get("lora"), Lora)
         source = like_of(path)
         config = dataclasses.replace(
             config, param_dtype=table["dtype"], source=None if source is None else str(source.resolve())
@@ -172,14 +155,3 @@ def restored_run(
         restored = checkpoints.restore(setup, step, weights_only="averaged")
         assert restored is not None
         return config, restored.state
-
-
-def _from_plain(plain: Any) -> Any:
-    """Invert `Recipe.to_json` for a config. Fields missing from older recipes have their defaults."""
-    if isinstance(plain, list):
-        return tuple(map(_from_plain, plain))
-    if not isinstance(plain, Mapping):
-        return plain
-    kind: Any = _CONFIG_TYPES.get(plain.get("type", ""))
-    fields = {name: _from_plain(value) for name, value in plain.items() if name != "type"}
-    return fields if kind is None else kind(**fields)

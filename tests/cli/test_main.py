@@ -15,7 +15,7 @@ import pytest
 
 from meshpar.cli import main as cli
 from meshpar.loop.fit import Hook
-from meshpar.runs import training_run as train_command
+from meshpar.runs import training_run
 
 RECIPE = """
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_missing_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
 
 
 def test_removed_files_of_a_run_are_written_again(train_bodies, tmp_path, monkeypatch):
-    folder, fit = tmp_path / "bodies", train_command.fit
+    folder, fit = tmp_path / "bodies", training_run.fit
 
     class Remove(Hook):
         def on_record(self, run, record):
@@ -192,7 +192,7 @@ def test_removed_files_of_a_run_are_written_again(train_bodies, tmp_path, monkey
     def with_removal(*args, hooks, **options):
         return fit(*args, hooks=[*hooks, Remove()], **options)
 
-    monkeypatch.setattr(train_command, "fit", with_removal)
+    monkeypatch.setattr(training_run, "fit", with_removal)
     files = "recipe.json, sharding.json, sharding.txt"
     with (
         pytest.warns(UserWarning, match="metrics.jsonl was removed"),

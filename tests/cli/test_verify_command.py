@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.cli.verify_command import ROWS, batch_of, shrunk
-from meshpar.runs.recipe import load_recipe
+from meshpar.runs.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[2]
 WRONG = """

@@ -23,8 +23,9 @@ from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.data.tokens import load_tokenizer
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.runs.recipe import load_recipe
-from meshpar.runs.training_run import _data_line, train
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.report import data_line
+from meshpar.runs.training_run import run
 from tests.errors import raises
 from tests.interop.test_untrusted import check_parts
 
@@ -113,7 +114,7 @@ def test_overlapping_tokens_and_the_role_after_an_answer_are_trained(tagged, sto
     num_unended = 0 if stop_tokens else 8
     assert opened.describe()["unended_answers"] == num_unended
     assert ("8 answers end without a special token" in caplog.text) == (num_unended > 0)
-    assert ("8 answers end without" in _data_line(opened.describe())) == (num_unended > 0)
+    assert ("8 answers end without" in data_line(opened.describe())) == (num_unended > 0)
     with raises("unknown-name", "ChatData.stop_tokens"):
         dataclasses.replace(data, stop_tokens=("<users>",)).open(batch_size=1, seed=0)
 
@@ -228,8 +229,8 @@ def test_texts_of_a_conversation_are_in_the_same_set(tmp_path):
     source = data.open(batch_size=2, seed=0)
     info = source.describe()
     assert (plain["in_parts"], info["in_parts"]) == (0, 40)
-    assert "40 conversations in parts" in _data_line(info)
-    assert "in parts" not in _data_line(plain)
+    assert "40 conversations in parts" in data_line(info)
+    assert "in parts" not in data_line(plain)
     assert [info[side]["conversations"] for side in ("train", "valid")] == [28, 12]
     questions = []
     for rows in source._packed:
@@ -316,7 +317,7 @@ def test_records_render_tools_and_count_unused_fields(kind, tmp_path, caplog):
     assert source.describe()["unused_fields"] == {"id": 40, "source": 1 if kind == "jsonl" else 40}
     (line,) = [record.getMessage() for record in caplog.records]
     assert "these fields of the records are not used: `id` (40 records)" in line
-    assert "nothing reads the fields id (40 records)" in _data_line(source.describe())
+    assert "nothing reads the fields id (40 records)" in data_line(source.describe())
     rows = source._packed[0]
     text = source.decode(rows["inputs"][0][rows["segments"][0] == 1])
     assert text.startswith(json.dumps(TOOLS, ensure_ascii=False) + "\n<user>q")
@@ -419,7 +420,7 @@ def test_recipe_trains_on_conversations(tmp_path):
     recipe = load_recipe(RECIPE, devices=8).override("steps=2", "lora.rank=2", "step.accumulate=2", "batch_size=16")
     recipe = recipe.override("optimizer.warmup_steps=0", "sample.num_tokens=4")
     recipe = recipe.replace(data=chats(tmp_path, valid_batches=1, seq_len=24, valid_fraction=0.45))
-    outcome = train(recipe, out=tmp_path, stream=io.StringIO())
+    outcome = run(recipe, out=tmp_path, stream=io.StringIO())
     assert outcome.summary["validation"]["loss"] > 0
     written = json.loads((outcome.folder / "recipe.json").read_text())
     assert written["data"]["type"] == "ChatData"

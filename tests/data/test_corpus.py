@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import data
 from meshpar.data import DataSource, Source, TextData
-from meshpar.runs.training_run import _data_line
+from meshpar.runs.report import data_line
 from tests.errors import raises
 
 DOCUMENTS = 40
@@ -80,8 +80,8 @@ def test_baseline_scores_the_served_tokens(folder):
 
 def test_separate_documents_are_not_predicted_from_each_other(folder):
     source = opened(folder, seq_len=64, separate_documents=True)
-    assert "attend to each other" not in _data_line(source.describe())
-    assert "attend to each other" in _data_line(opened(folder, seq_len=200).describe())
+    assert "attend to each other" not in data_line(source.describe())
+    assert "attend to each other" in data_line(opened(folder, seq_len=200).describe())
     shapes = {name: (4, *x.shape[1:]) for name, x in source.data.batch_shapes(4).items()}
     with source.train() as batches:
         assert {name: x.shape for name, x in batches.spec.items()} == shapes

@@ -18,8 +18,9 @@ from meshpar.hardware.clusters import parse_cluster
 from meshpar.hardware.compile_options import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for
 from meshpar.inspect.target import missing_aot, topology, traced_for
 from meshpar.models import TransformerConfig
-from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
-from meshpar.runs.training_run import StepProgram
+from meshpar.runs.recipe import build_model, build_optimizer
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.resuming import StepProgram
 from meshpar.training.state import make_setup
 from tests.errors import raises
 

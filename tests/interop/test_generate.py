@@ -11,8 +11,8 @@ import pytest
 import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.cli.generate_command import stop_ids
+from meshpar.runs.report import continued
 from meshpar.runs.saved_run import opened
-from meshpar.runs.training_run import continued
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden
 from tests.interop.test_hf import logits_of

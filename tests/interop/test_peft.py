@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
-from meshpar.runs.recipe import load_recipe
-from meshpar.runs.training_run import train
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.training_run import run as train
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.errors import raises
 from tests.grid import cases

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 
 import meshpar as mp
-from meshpar.runs.recipe import Recipe, build_model, build_optimizer, build_step, load_recipe
+from meshpar.runs.recipe import Recipe, build_model, build_optimizer, build_step
+from meshpar.runs.recipe_file import load_recipe
 
 FILE = Path(__file__).with_name("losses.json")
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"

@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.optim.stacked_layers import check_stacks, per_layer
-from meshpar.runs.recipe import Optax
+from meshpar.runs.optimizers import Optax
 from tests.errors import raises
 from tests.grid import cases
 

@@ -40,8 +40,9 @@ from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import Clock, elements_per_expert, experts, matmul_size
 from meshpar.planner.workload import POLICIES, describe
-from meshpar.runs.recipe import build_model, build_optimizer, load_recipe
-from meshpar.runs.training_run import with_plan
+from meshpar.runs.recipe import build_model, build_optimizer
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.recipe_sources import with_plan
 from meshpar.training.options import StepOptions
 from tests.errors import raises
 from tests.grid import cases

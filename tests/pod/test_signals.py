@@ -89,7 +89,7 @@ SAVES = {  # moment, and the first and last possible step of the last checkpoint
     "a save is renamed": ([["os:rename", 1]], 2, STEPS),  # in the background
     "compiling the validation": ([["meshpar.loop.fit:Validator._means", 1], COMPILES], 3, 3),
     "the last save": ([["meshpar.loop.fit:Checkpointer.on_end", 1]], STEPS, STEPS),
-    "the report": ([["meshpar.runs.training_run:_report", 1]], STEPS, STEPS),
+    "the report": ([["meshpar.runs.training_run:report", 1]], STEPS, STEPS),
 }
 
 

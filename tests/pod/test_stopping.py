@@ -73,7 +73,7 @@ MOMENTS = {  # first and last step that may be the newest saved step; 0 if no st
     "a save is written": ([[SAVE, 1], ["orbax.checkpoint.type_handlers:ArrayHandler.serialize", 1]], 4, STEPS - 1),
     "the validation is compiled": ([["meshpar.loop.fit:Validator._means", 1], [COMPILES, 1]], 6, STEPS - 1),
     "the last save": ([["meshpar.loop.fit:Checkpointer.on_end", 1]], STEPS, STEPS),
-    "the report": ([["meshpar.runs.training_run:_report", 1]], STEPS, STEPS),
+    "the report": ([["meshpar.runs.training_run:report", 1]], STEPS, STEPS),
 }
 
 

@@ -16,18 +16,11 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.runs.recipe import (
-    AdamW,
-    Optax,
-    Recipe,
-    Sample,
-    breaks_resuming,
-    changes,
-    defaults_of,
-    load_recipe,
-    override,
-    read,
-)
+from meshpar.runs.optimizers import AdamW, Optax
+from meshpar.runs.overrides import override, read
+from meshpar.runs.recipe import Recipe, Sample
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.resuming import breaks_resuming, changes, defaults_of
 from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.config import RopeScaling

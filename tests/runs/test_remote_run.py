@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.runs.training_run import train
+from meshpar.runs.training_run import run
 from meshpar.data import ArrayData
 from meshpar.loop.checkpoint import Checkpoints, read_index
 from tests.pod import pods
@@ -48,7 +48,7 @@ def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, caps
     bucket, runs = request.getfixturevalue(store), {}
     for out in (f"{bucket}/runs", tmp_path / "runs"):
         for steps in (4, 6):
-            outcome = train(
+            outcome = run(
                 tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2), out=out, devices=jax.devices()[:2]
             )
             assert outcome.summary["steps_taken"] == (4 if steps == 4 else 2)
@@ -63,7 +63,7 @@ def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, caps
     code, out, _ = meshpar("checkpoint", "ls", there, "--json")
     assert (code, [row["step"] for row in json.loads(out)["rows"]]) == (0, [4, 6])
     with raises("unsupported-feature", "--fresh"):
-        train(tiny(steps=6), out=f"{bucket}/runs", devices=jax.devices()[:2], fresh=True)
+        run(tiny(steps=6), out=f"{bucket}/runs", devices=jax.devices()[:2], fresh=True)
 
 
 @pytest.mark.parametrize("out", ["az://bucket/runs", "s3://no-such-bucket/runs"])
@@ -73,7 +73,7 @@ def test_unusable_bucket_is_refused_before_the_data_is_read(bucket, out):
 
     recipe = tiny(steps=6).replace(data=ArrayData(arrays=arrays))
     with raises("unsupported-feature" if out.startswith("az") else "missing-file", f"run {out}/tiny"):
-        train(recipe, out=out, devices=jax.devices()[:2])
+        run(recipe, out=out, devices=jax.devices()[:2])
 
 
 KILL = """

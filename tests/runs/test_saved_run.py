@@ -16,13 +16,12 @@ from safetensors.numpy import load_file, save_file
 import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.cli.convert_command import _suggest_layouts
-from meshpar.runs.recipe import load_recipe
-from meshpar.runs.training_run import train
+from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.training_run import run as train
 from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
 from meshpar.runs.saved_run import (
     SOURCE_FOLDER,
-    _from_plain,
     check_source,
     keep_source_files,
     like_of,
@@ -30,6 +29,7 @@ from meshpar.runs.saved_run import (
     text_fields,
 )
 from meshpar.loop.checkpoint import Checkpoints
+from meshpar.runs.plain import from_plain
 from meshpar.runs.folder import run_folder
 from meshpar.pod.signals import scratch
 from meshpar.models import TransformerConfig
@@ -183,7 +183,7 @@ def test_recipe_json_restores_the_model_config(name):
     recipe = load_recipe(RECIPE.parent / f"{'llama3_8b' if name == 'layer kinds' else name}.py")
     if name == "layer kinds":
         recipe = recipe.replace(model=mp.models.llama3_8b(layer_pattern=(LayerKind(window=512), LayerKind())))
-    assert _from_plain(json.loads(json.dumps(recipe.to_json()))["model"]) == recipe.model
+    assert from_plain(json.loads(json.dumps(recipe.to_json()))["model"], TransformerConfig) == recipe.model
 
 
 @pytest.mark.matrix

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from meshpar.runs.training_run import check_ids
+from meshpar.runs.recipe_sources import check_ids
 from meshpar.data import ArrayData
 from tests.cli.test_main import write_recipe
 from tests.runs.test_recipe import small

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.runs.recipe import breaks_resuming
-from meshpar.runs.training_run import Screen, _with_schedule
+from meshpar.runs.resuming import breaks_resuming
+from meshpar.runs.resuming import with_schedule
+from meshpar.runs.screen import Screen
 from meshpar.runs.folder import run_folder
 from tests.cli.test_main import write_recipe
 from tests.runs.test_recipe import small
@@ -26,7 +27,7 @@ def resumed(tmp_path, optimizer, *, steps, saved_steps=20, **saved):
     (tmp_path / "run" / "recipe.json").write_text(json.dumps(document))
     text = io.StringIO()
     with run_folder(tmp_path / "run", write=True, warn=print) as folder:
-        return _with_schedule(recipe, folder, Screen(text)).optimizer, text.getvalue()
+        return with_schedule(recipe, folder, Screen(text)).optimizer, text.getvalue()
 
 
 @pytest.mark.parametrize(

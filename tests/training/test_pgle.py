@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.runs.training_run import train
+from meshpar.runs.training_run import run
 from meshpar.training.pgle import CACHE_FOLDER, check_pgle, pgle_enabled
 from tests.errors import raises
 from tests.runs.test_recipe import small
@@ -18,7 +18,7 @@ GPUS = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
 
 def test_train_refuses_pgle_on_cpus_before_writing(tmp_path):
     with raises("unsupported-feature", "Recipe.pgle=True"):
-        train(small(pgle=True), out=tmp_path)
+        run(small(pgle=True), out=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -21,7 +21,8 @@ from meshpar.hardware import cost_model as cost
 from meshpar.inspect import census
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Quantize, parse_strategy
-from meshpar.runs.recipe import load_recipe, override
+from meshpar.runs.overrides import override
+from meshpar.runs.recipe_file import load_recipe
 from tests.errors import raises
 from tests.grid import cases
 

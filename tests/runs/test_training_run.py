@@ -1,0 +1,85 @@
+"""`mp.run`: runs that are started from Python."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import jax
+import numpy as np
+import optax
+
+import meshpar as mp
+from meshpar.data import ArrayData
+from meshpar.runs.recipe_file import load_recipe
+from tests.cli.test_main import write_recipe
+from tests.errors import raises
+
+
+def loss(model, batch, key):
+    error = model(batch["inputs"]) - batch["targets"]
+    return mp.MeanLoss((error**2).sum(), error.size), {}
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (4, 2))}
+
+
+def recipe(**fields) -> mp.Recipe:
+    values = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    arrays = {"inputs": values, "targets": values[:, :2] ** 2}
+    return mp.Recipe(
+        **{
+            "name": "line", "mesh": mp.MeshSpec(data=8), "strategy": mp.ddp(), "loss": loss, "steps": 4, "batch_size": 16,
+            "model": mp.from_functions(init, lambda params, x: x @ params["w"]), "optimizer": mp.Optax(make=lambda steps: optax.sgd(0.1)),
+            "data": ArrayData(arrays=arrays, valid=arrays),
+        }
+        | fields
+    )  # fmt: skip
+
+
+class Steps(mp.hooks.Hook):
+    """Record the steps of a run."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_record(self, run, record) -> None:
+        self.steps.append(record.step)
+
+
+def test_run_resumes_with_the_hooks_of_the_caller(tmp_path) -> None:
+    first, second, text = Steps(), Steps(), io.StringIO()
+    outcome = mp.run(recipe(), out=tmp_path / "a", hooks=[first], stream=text)
+    assert (outcome.reason, int(outcome.state.step), outcome.folder) == ("done", 4, tmp_path / "a" / "line")
+    assert json.loads((outcome.folder / "summary.json").read_text()) == outcome.summary
+    outcome = mp.run(recipe(steps=6), out=tmp_path / "a", hooks=[second], stream=text)
+    assert (first.steps, second.steps) == ([1, 2, 3, 4], [5, 6])
+    assert "resuming at step 4 of 6" in text.getvalue()
+    straight = mp.run(recipe(steps=6), out=tmp_path / "b", stream=text)
+    np.testing.assert_array_equal(outcome.state.params["w"], straight.state.params["w"])
+    assert outcome.summary["validation"] == straight.summary["validation"]
+
+
+def test_run_reads_a_recipe_file_as_the_command_does(tmp_path, meshpar) -> None:
+    file, text = write_recipe(tmp_path), io.StringIO()
+    outcome = mp.run(file, out=tmp_path / "python", stream=text)
+    code, printed, _ = meshpar("train", file, "--out", tmp_path / "command")
+    summary = json.loads((tmp_path / "command" / "tiny" / "summary.json").read_text())
+    assert code == 0
+    assert outcome.summary["validation"] == summary["validation"]
+    assert [line for line in printed.splitlines() if line.startswith("program")] == [
+        line for line in text.getvalue().splitlines() if line.startswith("program")
+    ]
+
+
+def test_hooks_must_be_hooks(tmp_path) -> None:
+    with raises("wrong-type", "mp.run(hooks=...)"):
+        mp.run(recipe(), out=tmp_path, hooks=[Steps])
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_takes_the_name_of_an_installed_recipe(tmp_path) -> None:
+    with raises("missing-file", "recipe `gpt_stdlip`"):
+        mp.run("gpt_stdlip", out=tmp_path)
+    assert load_recipe("gpt_stdlib").name == "gpt_stdlib"
