@@ -6,12 +6,11 @@ import csv
 import io
 import re
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 
 from meshpar.schedules.ops import Block, StageOp
-from meshpar.schedules.schedule import Schedule
+from meshpar.schedules.table import ScheduleTable
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import read_text
 
@@ -25,8 +24,8 @@ _IMPLIED = re.compile(r"[0-9]{1,9}(?:(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD|(?:(?
 strategy decides when weights are gathered, and results are sent to the neighbors immediately."""
 
 
-def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
-    """Read a schedule from a CSV file. `Schedule.from_csv` describes the format."""
+def read(path: str | PathLike[str]) -> tuple[list[list[Block]], list[list[int]]]:
+    """Return the ordered blocks and the model parts of each stage from a CSV file; see `Schedule.from_csv`."""
     fix = "write a row for each rank, with equal numbers of global stages, such as `0F0,0B0`"
     content = read_text(path, str(path), fix, requested="read a schedule")
     try:
@@ -49,14 +48,14 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
         if len(row_parts) != len(parts[0]) or not row_parts:
             where, reason = f"{path}, row {rank}", f"row 0 has {len(parts[0])}, and all ranks must have equally many"
             raise problem(where, f"run {len(row_parts)} global stages", reason, fix, code="wrong-shape")
-    blocks = [
+    blocks: list[list[Block]] = [
         [
             tuple(StageOp(kind, i, row_parts.index(part)) for part, letter, i in actions for kind in _KINDS[letter])
             for actions in row
         ]
         for row, row_parts in zip(rows, parts, strict=True)
     ]
-    return Schedule.from_order(name or Path(path).stem, blocks, parts=parts)
+    return blocks, parts
 
 
 def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
@@ -75,7 +74,7 @@ def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
     return actions
 
 
-def text(schedule: Schedule) -> str:
+def text(schedule: ScheduleTable) -> str:
     """Return a schedule as CSV: a line per stage, a column per tick, each block in its first tick."""
     rows = [[""] * schedule.ticks for _ in range(schedule.stages)]
     for stage, (row, blocks) in enumerate(zip(rows, schedule.order(), strict=True)):
@@ -85,7 +84,7 @@ def text(schedule: Schedule) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def _cell(schedule: Schedule, stage: int, tick: int, block: Block) -> str:
+def _cell(schedule: ScheduleTable, stage: int, tick: int, block: Block) -> str:
     kinds: dict[tuple[int, int, bool], str] = {}
     for op in block:
         key = op.microbatch, int(schedule.parts[stage, op.chunk]), op.kind == "F"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from meshpar.schedules.schedule import Schedule
+from meshpar.schedules.table import ScheduleTable
 
 IDLE = "·"
 
 
-def grid(schedule: Schedule) -> list[list[str]]:
+def grid(schedule: ScheduleTable) -> list[list[str]]:
     """Return the text of every tick slot, `[stage][tick]`: `F3`, `F3.1` for chunk 1, `F3B1` for a pair."""
     is_chunked = schedule.chunks > 1
     return [

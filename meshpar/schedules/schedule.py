@@ -7,27 +7,29 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from meshpar.schedules import csv
 from meshpar.schedules import ticks as order
-from meshpar.schedules.ops import KINDS, Block, F, StageOp, W
+from meshpar.schedules.ops import KINDS, Block, StageOp
+from meshpar.schedules.rendering import grid
+from meshpar.schedules.simulate import Costs, Simulation, simulate
+from meshpar.schedules.slots import Slots, assign
+from meshpar.schedules.table import ScheduleTable
 from meshpar.schedules.validation import check
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import write_text
-
-if TYPE_CHECKING:
-    from meshpar.schedules.simulate import Costs, Simulation
-    from meshpar.schedules.slots import Slots
 
 Cell: TypeAlias = Sequence[Any] | None
 """`(kind, microbatch, chunk)`, a list of such tuples, or None for an idle tick."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Schedule:
-    """A pipeline schedule.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Schedule(ScheduleTable):
+    """A pipeline schedule: a table of ops, with constructors, checks and simulation.
 
     A stage is a position on the mesh axis `stage`. The model is divided into `num_parts` parts (pipeline chunks), and a
     stage runs at least one part. In a tick slot, a stage runs at most an F (forward), a B (gradient of the input) and
@@ -40,30 +42,6 @@ class Schedule:
       >>> print(schedule)
       stage 0  F0 B0W0
     """
-
-    name: str
-    microbatches: int
-    table: np.ndarray
-    """int32 `[tick, stage, kind, 2]`: microbatch and chunk of F, B and W (kind 0, 1, 2); −1 if there is no op."""
-    parts: np.ndarray
-    """int32 `[stage, chunk]`: index of the model part, starting at 0. A part may be on two stages."""
-    joined: np.ndarray
-    """bool `[tick, stage]`: True if this tick and the next belong to the same block, such as a full backward.
-
-    A block starts when all its inputs are available, and its results are available when it ends. The executor ignores
-    blocks, because they only add constraints. `simulate` and the file format use them."""
-
-    def __post_init__(self) -> None:
-        for field, dtype in (("table", np.int32), ("parts", np.int32), ("joined", np.bool_)):
-            array: np.ndarray = np.array(getattr(self, field), dtype)
-            array.setflags(write=False)
-            object.__setattr__(self, field, array)
-        shape = (*self.table.shape[:1], *self.parts.shape[:1], len(KINDS), 2)
-        if self.parts.ndim != 2 or not self.parts.size or self.table.shape != shape or self.joined.shape != shape[:2]:
-            shapes = f"table {self.table.shape}, parts {self.parts.shape} and joined {self.joined.shape}"
-            reason = f"the shapes must be [tick, stage, {len(KINDS)}, 2], [stage, chunk] and [tick, stage]"
-            fix = "pass a row of `parts` for each stage of the table"
-            raise problem(f"schedule `{self.name}`", f"use {shapes}", reason, fix, code="wrong-shape")
 
     # -- Constructors -----------------------------------------------------------------------------------------------
 
@@ -149,9 +127,8 @@ class Schedule:
         Raises:
           MeshparError: the file is missing, a cell has an invalid form, or the order is invalid.
         """
-        from meshpar.schedules.csv import read
-
-        return read(path, name=name)
+        blocks, parts = csv.read(path)
+        return cls.from_order(name or Path(path).stem, blocks, parts=parts)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
@@ -169,83 +146,6 @@ class Schedule:
         return dataclasses.replace(schedule, joined=joined).validate()
 
     # -- Properties -------------------------------------------------------------------------------------------------
-
-    @property
-    def ticks(self) -> int:
-        return len(self.table)
-
-    @property
-    def stages(self) -> int:
-        return len(self.parts)
-
-    @property
-    def chunks(self) -> int:
-        return self.parts.shape[1]
-
-    @cached_property
-    def num_parts(self) -> int:
-        """Number of distinct model parts: `stages * chunks / copies`."""
-        return int(self.parts.max()) + 1
-
-    @property
-    def copies(self) -> float:
-        """Number of copies of each parameter over all stages: 2 for DualPipe, else 1."""
-        return self.parts.size / self.num_parts
-
-    def cell(self, tick: int, stage: int) -> Block:
-        """Return the ops of a stage in a tick, in the order F, B, W; empty if it is idle."""
-        ops = zip(KINDS, self.table[tick, stage], strict=True)
-        return tuple(StageOp(kind, int(i), int(chunk)) for kind, (i, chunk) in ops if i >= 0)
-
-    def order(self) -> list[list[Block]]:
-        """Return the ordered blocks of each stage."""
-        rows: list[list[Block]] = [[] for _ in range(self.stages)]
-        for tick, stage in np.argwhere(self.busy).tolist():
-            if self.begins[tick, stage]:
-                rows[stage].append(())
-            rows[stage][-1] += self.cell(tick, stage)
-        return rows
-
-    @cached_property
-    def busy(self) -> np.ndarray:
-        """bool `[tick, stage]`: True if the stage runs an op."""
-        return np.any(self.table[..., 0] >= 0, axis=2)
-
-    @cached_property
-    def begins(self) -> np.ndarray:
-        """bool `[tick, stage]`: True if the stage starts a block."""
-        continues = np.vstack([np.zeros_like(self.joined[:1]), self.joined[:-1]])
-        return self.busy & ~continues
-
-    @property
-    def done_in(self) -> np.ndarray:
-        """int `[kind, microbatch, part]`: the tick of each op. Requires a valid schedule."""
-        return self._done[0]
-
-    @property
-    def done_on(self) -> np.ndarray:
-        """int `[microbatch, part]`: the stage that runs the ops. Requires a valid schedule."""
-        return self._done[1]
-
-    @cached_property
-    def _done(self) -> tuple[np.ndarray, np.ndarray]:
-        tick, stage, kind = np.nonzero(self.table[..., 0] >= 0)
-        microbatch, chunk = self.table[tick, stage, kind].T
-        part = self.parts[stage, chunk]
-        ticks = np.full((len(KINDS), self.microbatches, self.num_parts), -1)
-        stages = np.full((self.microbatches, self.num_parts), -1)
-        ticks[kind, microbatch, part], stages[microbatch, part] = tick, stage
-        return ticks, stages
-
-    @cached_property
-    def peak_activations(self) -> np.ndarray:
-        """int `[stage]`: maximum number of chunk activations that are saved at a time, each from F through W.
-
-        Multiply by `stages / num_parts` to convert to activations of a microbatch on 1/`stages` of the model.
-        """
-        has_op = (self.table[..., 0] >= 0).astype(int)
-        saved, freed = has_op[:, :, F].cumsum(0), has_op[:, :, W].cumsum(0)
-        return (saved - np.vstack([np.zeros_like(freed[:1]), freed[:-1]])).max(0, initial=0)
 
     @cached_property
     def _unit_simulation(self) -> Simulation:
@@ -293,14 +193,10 @@ class Schedule:
         Raises:
           MeshparError: a cost is negative or has the wrong shape.
         """
-        from meshpar.schedules.simulate import simulate
-
         return simulate(self, f=f, b=b, w=w, comm=comm, pair=pair)
 
     def slots(self) -> Slots:
         """Return the smallest assignment of buffer slots with which an executor can run the schedule."""
-        from meshpar.schedules.slots import assign
-
         return assign(self)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
@@ -310,8 +206,6 @@ class Schedule:
         stages each. The format stores only the order of ops. A tick with three ops per stage, as in `eager-1f1b`,
         becomes multiple ticks when the file is read; `to_json` keeps it.
         """
-        from meshpar.schedules import csv
-
         write_text(path, csv.text(self), "schedule")
 
     def to_json(self, *, simulation: Simulation | None = None) -> dict[str, Any]:
@@ -333,24 +227,11 @@ class Schedule:
             "table": [[ops[0] if len(ops) == 1 else ops or None for ops in row] for row in cells],
         }
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        arrays = (self.table, self.parts, self.joined)
-        return self.name, self.microbatches, *((array.shape, array.tobytes()) for array in arrays)
-
     def __repr__(self) -> str:
         return f"Schedule({self.name!r}, stages={self.stages}, microbatches={self.microbatches}, ticks={self.ticks})"
 
     def __str__(self) -> str:
         """Return the table as plain text, with a line per stage and a column per tick."""
-        from meshpar.schedules.rendering import grid
-
         cells = grid(self)
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         label_width = len(f"stage {self.stages - 1}")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from meshpar.schedules.ops import B, F
+from meshpar.schedules.table import ScheduleTable
 from meshpar.schedules.ticks import starts
 from meshpar.sharding.errors import problem
-
-if TYPE_CHECKING:
-    from meshpar.schedules.schedule import Schedule
 
 Costs: TypeAlias = ArrayLike
 """A number, or a number per stage."""
@@ -71,7 +69,7 @@ class Simulation:
     """All stages start a tick together, after the longest ops and the messages of the previous tick."""
 
 
-def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:
+def simulate(schedule: ScheduleTable, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:
     """Return the simulation of a step. `Schedule.simulate` documents the arguments."""
     cost = np.stack([_per_stage(schedule, name, value) for name, value in (("f", f), ("b", b), ("w", w))], axis=1)
     latency = _per_stage(schedule, "comm", comm)
@@ -111,7 +109,7 @@ MAX_COST = 1e100
 """Upper limit of a cost, so that sums remain finite."""
 
 
-def _per_stage(schedule: Schedule, name: str, value: Costs) -> np.ndarray:
+def _per_stage(schedule: ScheduleTable, name: str, value: Costs) -> np.ndarray:
     array = np.asarray(value)
     costs = array.astype(float) if array.dtype.kind in "iuf" else np.full(array.shape, np.nan)
     if costs.shape not in ((), (schedule.stages,)) or not np.all((costs >= 0) & (costs <= MAX_COST)):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshpar.schedules.ops import KINDS, B, F, W
-
-if TYPE_CHECKING:
-    from meshpar.schedules.schedule import Schedule
+from meshpar.schedules.table import ScheduleTable
 
 UP, DOWN, STAY = range(3)
 """Direction of a result: to stage + 1, to stage − 1 (both on a ring), or to a different chunk of the same stage."""
@@ -51,7 +48,7 @@ class Slots:
         return {name: getattr(self, name).max((0, 2), initial=-1) + 1 for name in BUFFERS}
 
 
-def assign(schedule: Schedule) -> Slots:
+def assign(schedule: ScheduleTable) -> Slots:
     """Return the slots of a valid schedule; see `Schedule.slots`."""
     shape = schedule.table.shape[:3]
     saved, deferred, received, pending = (np.full(shape, -1, np.int32) for _ in BUFFERS)
@@ -94,7 +91,7 @@ def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarra
     return slots
 
 
-def _messages(schedule: Schedule, receive_buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _messages(schedule: ScheduleTable, receive_buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `Slots.sends` and `Slots.arrives`, and write the slots of received results to `receive_buffer`."""
     done, stage = schedule.done_in, schedule.done_on
     # F sends to the next chunk of the model, B to the previous one.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from meshpar.schedules.ops import KINDS, LONG, B, F, W
+from meshpar.schedules.table import ScheduleTable
 from meshpar.sharding.errors import MeshparError, is_int, problem
 
-if TYPE_CHECKING:
-    from meshpar.schedules.schedule import Schedule
 
-
-def check(schedule: Schedule) -> None:
+def check(schedule: ScheduleTable) -> None:
     """Raise a `MeshparError` for the first violation; see `Schedule.validate`."""
     _check_numbers(schedule)
     ticks, stages, kinds = np.nonzero(schedule.table[..., 0] >= 0)
@@ -68,7 +64,7 @@ def check(schedule: Schedule) -> None:
             raise error((kind, microbatch, part + shift), requested, reason, fix, "wrong-order")
 
 
-def _check_numbers(schedule: Schedule) -> None:
+def _check_numbers(schedule: ScheduleTable) -> None:
     where, parts = f"`parts` of schedule `{schedule.name}`", np.unique(schedule.parts)
     if not np.array_equal(parts, np.arange(len(parts))):
         requested, fix = f"divide the model into parts {parts.tolist()}", f"number them 0 to {len(parts) - 1}"
@@ -104,7 +100,7 @@ def _check_numbers(schedule: Schedule) -> None:
         )
 
 
-def _block_ticks(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+def _block_ticks(schedule: ScheduleTable) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last tick of the block that contains each tick slot, both `[tick, stage]`."""
     ticks = np.arange(schedule.ticks)[:, None] + np.zeros(schedule.joined.shape, int)
     continues = np.vstack([np.zeros_like(schedule.joined[:1]), schedule.joined[:-1]])
