@@ -10,7 +10,8 @@ from typing import Any
 from meshpar.interop.block_fp8 import CONFIG_FIELD
 from meshpar.interop.fields import Field, bad_value, positive, same, typed
 from meshpar.interop.weight_mapping import WeightMapping
-from meshpar.models.config import LayerKind, TransformerConfig
+from meshpar.models.architecture import LayerKind
+from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import is_int, near_or
 
 HARMLESS = frozenset({

@@ -9,7 +9,8 @@ from typing import Any
 
 from flax import traverse_util
 
-from meshpar.models.config import LatentAttention, LongRope, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.architecture import LatentAttention, LongRope, RopeScaling, YarnScaling
+from meshpar.models.config import TransformerConfig
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.sharding.types import problem

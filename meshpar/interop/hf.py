@@ -34,7 +34,8 @@ from meshpar.interop.fields import RELEASE, bad_value, built, read_rope, write_r
 from meshpar.interop.files import INDEX, SINGLE, Folder, read_json, whole_folder, write_json
 from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.layers.precision import Precision, check_bits
-from meshpar.models.config import PARAM_DTYPES, TransformerConfig
+from meshpar.models.architecture import PARAM_DTYPES
+from meshpar.models.config import TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
 from meshpar.sharding.host_resources import check_inside

@@ -5,15 +5,8 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar.models.config import (
-        LatentAttention,
-        LayerKind,
-        LongRope,
-        QueryScaling,
-        RopeScaling,
-        TransformerConfig,
-        YarnScaling,
-    )
+    from meshpar.models.architecture import LatentAttention, LayerKind, LongRope, QueryScaling, RopeScaling, YarnScaling
+    from meshpar.models.config import TransformerConfig
     from meshpar.models.published_configs import (
         deepseek_v3,
         kimi_k2,

@@ -12,13 +12,13 @@ from jaxtyping import Array
 
 from meshpar.layers.precision import NamedDot
 from meshpar.layers.scan import step_selects_residuals
-from meshpar.models.config import TransformerConfig
+from meshpar.models.architecture import Architecture
 from meshpar.sharding.types import PAIR, problem
 
 Initializer = nnx.initializers.Initializer
 
 
-def into_residual(cfg: TransformerConfig) -> Initializer:
+def into_residual(cfg: Architecture) -> Initializer:
     """Return the initializer of matrices that write to the residual stream.
 
     There are 2 L of them, so their variance is divided by 2 L to keep the variance of the residual stream independent
@@ -27,7 +27,7 @@ def into_residual(cfg: TransformerConfig) -> Initializer:
     return nnx.initializers.variance_scaling(1 / (2 * cfg.num_layers), "fan_in", "normal")
 
 
-def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
+def nnx_linear(cfg: Architecture, rngs: nnx.Rngs) -> Any:
     """Return a function that creates linear layers with logical dim names."""
 
     def make(
@@ -126,7 +126,7 @@ class Norm(nnx.RMSNorm):
 
 
 def nnx_norm(
-    cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
+    cfg: Architecture, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
 ) -> nnx.RMSNorm:
     """Return a `Norm`, or Flax's RMSNorm outside scanned layers, where few arrays are saved."""
     initial = nnx.initializers.constant(1 - cfg.norm_offset)

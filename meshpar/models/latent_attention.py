@@ -24,14 +24,14 @@ from jaxtyping import Array
 
 from meshpar.models import layers
 from meshpar.models.annotated import bare, into_residual, nnx_linear, nnx_norm
-from meshpar.models.config import TransformerConfig
+from meshpar.models.architecture import Architecture
 from meshpar.models.layers import LayerCache, Rope
 
 
 class NNXLatentAttention(nnx.Module):
     """Multi-head latent attention in NNX, with the call signature of `meshpar.models.transformer.Attention`."""
 
-    def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, cfg: Architecture, *, rngs: nnx.Rngs) -> None:
         latent, heads, width = cfg.latent, cfg.num_heads, cfg.embed_dim
         assert latent is not None
         linear = nnx_linear(cfg, rngs)
@@ -73,7 +73,7 @@ class NNXLatentAttention(nnx.Module):
         return self.out(o_BTHW), cache
 
 
-def attend(cfg: TransformerConfig, q_BTHD: Array, k_BTHN: Array, r_BTR: Array, v_BTHW: Array, angles: Rope) -> Array:
+def attend(cfg: Architecture, q_BTHD: Array, k_BTHN: Array, r_BTR: Array, v_BTHW: Array, angles: Rope) -> Array:
     """Return the attention over a full sequence, with per-head keys and values.
 
     The rotary embedding is applied here: to the last R dimensions of the queries, and to the keys `r_BTR`, which all
@@ -92,7 +92,7 @@ def attend(cfg: TransformerConfig, q_BTHD: Array, k_BTHN: Array, r_BTR: Array, v
 
 
 def attend_to_latents(
-    cfg: TransformerConfig,
+    cfg: Architecture,
     q_BTHD: Array,
     c_BTC: Array,
     r_BTR: Array,
@@ -122,7 +122,7 @@ def attend_to_latents(
     return layers.heads_layout(o_BTHW, "act_heads"), cache
 
 
-def _rotated_end(cfg: TransformerConfig, q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:
+def _rotated_end(cfg: Architecture, q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:
     """Apply rotary embeddings to all but the first `nope_dim` dimensions of each head, and YaRN's score factor."""
     if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor != 1:
         q_BTHD = q_BTHD * cfg.rope_yarn.score_factor

@@ -23,7 +23,7 @@ from meshpar.collectives.attention import WindowChoice, capped
 from meshpar.layers.precision import dot_general
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
-from meshpar.models.config import Activation, Attention, LayerKind, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.architecture import Activation, Architecture, Attention, LayerKind, RopeScaling, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
@@ -204,7 +204,7 @@ def rope(positions_BT: Array, frequencies_F: np.ndarray, dtype: jax.typing.DType
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
-def of_kind(cfg: TransformerConfig, angles_BTRF: Rope, kind: Array) -> Rope:
+def of_kind(cfg: Architecture, angles_BTRF: Rope, kind: Array) -> Rope:
     """Select the angles of a layer of this kind. Dim R of the angles is the index in `rope_tables`."""
     tables = rope_tables(cfg)
     if len(tables) == 1:
@@ -214,7 +214,7 @@ def of_kind(cfg: TransformerConfig, angles_BTRF: Rope, kind: Array) -> Rope:
     return angles_BTRF._replace(cos_BTF=cos_BTF, sin_BTF=sin_BTF, kind=kind)
 
 
-def rope_tables(cfg: TransformerConfig) -> list[tuple[bool, float | None]]:
+def rope_tables(cfg: Architecture) -> list[tuple[bool, float | None]]:
     """Return the distinct values of (has_rope, rope_theta) among the kinds of layers."""
     return list(dict.fromkeys((kind.has_rope, kind.rope_theta) for kind in cfg.kinds))
 
@@ -355,13 +355,13 @@ def _selected_width(window: WindowChoice) -> Array:
 _NO_LIMIT = np.iinfo(np.int32).max
 
 
-def by_kind(cfg: TransformerConfig, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> Any:
+def by_kind(cfg: Architecture, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> Any:
     """Return a value of the layer's kind: static if all kinds have it, otherwise an array."""
     values = [value_of(each) for each in cfg.kinds]
     return values[0] if len(set(values)) == 1 else jnp.asarray(values)[kind]
 
 
-def limits_of(cfg: TransformerConfig, kind: Array | None) -> dict[str, Any]:
+def limits_of(cfg: Architecture, kind: Array | None) -> dict[str, Any]:
     """Return the keyword arguments `scale`, `window` and `cap` of attention in a layer of this kind."""
     windows = tuple(dict.fromkeys(each.window for each in cfg.kinds))
     limits = {"scale": cfg.attention_scale, "window": windows[0], "cap": cfg.attention_cap}
@@ -439,7 +439,7 @@ def heads_layout(x_BTHD: Array, heads: str | None, seq: str = "seq") -> Array:
 
 
 def attend(
-    cfg: TransformerConfig,
+    cfg: Architecture,
     q_BTHD: Array,
     k_BTKD: Array,
     v_BTKD: Array,
@@ -472,7 +472,7 @@ def attend(
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
-def _scaled(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, angles: Rope) -> tuple[Array, Array]:
+def _scaled(cfg: Architecture, q_BTHD: Array, k_BTKD: Array, angles: Rope) -> tuple[Array, Array]:
     """Normalize queries and keys in layers with rotary embeddings, and scale queries in the other layers."""
     has_rope = by_kind(cfg, angles.kind, lambda kind: kind.has_rope)
 
@@ -489,7 +489,7 @@ def _scaled(cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, angles: Rope) 
     return q_BTHD, k_BTKD
 
 
-def _segments_of(cfg: TransformerConfig, angles: Rope, shape_BT: tuple[int, ...]) -> Array | None:
+def _segments_of(cfg: Architecture, angles: Rope, shape_BT: tuple[int, ...]) -> Array | None:
     """Return the segments within which positions attend. In layers with chunks, each chunk is a segment."""
     segments_BT, chunk_BT = angles.segments_BT, angles.chunk_BT
     if chunk_BT is None:
@@ -502,7 +502,7 @@ def _segments_of(cfg: TransformerConfig, angles: Rope, shape_BT: tuple[int, ...]
 
 
 def full_attention(
-    cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, angles: Rope, sinks_H: Array | None = None
+    cfg: Architecture, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, angles: Rope, sinks_H: Array | None = None
 ) -> Array:
     """Compute causal attention over a full sequence, with the parallelism of the current rules.
 

@@ -23,13 +23,13 @@ from jaxtyping import Array
 from meshpar.collectives import all_gather_matmul, matmul_reduce_scatter
 from meshpar.layers.precision import check_wide, weight_grad_dtype
 from meshpar.layers.remat import MATMUL
-from meshpar.models.config import TransformerConfig
+from meshpar.models.architecture import Architecture
 from meshpar.sharding.context import ambient, spec_of
 from meshpar.sharding.manual_regions import per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
 
-def overlaps(cfg: TransformerConfig, x_BTE: Array, *, has_cache: bool) -> bool:
+def overlaps(cfg: Architecture, x_BTE: Array, *, has_cache: bool) -> bool:
     """Return whether a layer uses overlapped matmuls.
 
     They are used if the config selects them and the sequence is sharded over more than one device. With a cache,

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
+from meshpar.models.architecture import LatentAttention, RopeScaling, YarnScaling
+from meshpar.models.config import TransformerConfig
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 

@@ -26,8 +26,8 @@ from meshpar.models import context_attention as context
 from meshpar.models import layers
 from meshpar.models import overlapped_matmul as overlap
 from meshpar.models.annotated import Initializer, add_bias, bare, into_residual, nnx_linear, nnx_norm
+from meshpar.models.architecture import Architecture
 from meshpar.models.chunked_cross_entropy import Unembedding
-from meshpar.models.config import TransformerConfig
 from meshpar.models.latent_attention import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.moe.layer import report_layers
@@ -39,7 +39,7 @@ from meshpar.sharding.types import problem
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embeddings."""
 
-    def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, cfg: Architecture, *, rngs: nnx.Rngs) -> None:
         linear, heads, kv_heads = nnx_linear(cfg, rngs), (cfg.num_heads, cfg.head_dim), (cfg.num_kv_heads, cfg.head_dim)
         bias, kv_names = cfg.qkv_bias, ("embed", "kv_heads", "head_dim")
         self.query = linear(cfg.embed_dim, heads, names=("embed", "heads", "head_dim"), bias=bias)
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU feed-forward network (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
-    def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, cfg: Architecture, *, rngs: nnx.Rngs) -> None:
         linear = nnx_linear(cfg, rngs)
         self.activation = cfg.activation
         self.gate = linear(cfg.embed_dim, cfg.mlp_dim, names=("embed", "mlp"))
@@ -116,7 +116,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Transformer layer: attention, then a dense MLP or an MoE layer, each with norms and a residual connection."""
 
-    def __init__(self, cfg: TransformerConfig, *, has_experts: bool = False, rngs: nnx.Rngs) -> None:
+    def __init__(self, cfg: Architecture, *, has_experts: bool = False, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
         has_input_norms, has_output_norms = cfg.norm_placement != "after", cfg.norm_placement != "before"
         self.attention_norm = nnx_norm(cfg, rngs) if has_input_norms else None
@@ -165,7 +165,7 @@ class Transformer(nnx.Module):
       rngs: random keys for the initial parameters. Under `nnx.eval_shape` no arrays are allocated.
     """
 
-    def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, cfg: Architecture, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
         # meshpar's rules shard the parameters when they are initialized, so NNX must not shard them eagerly.
         with nnx.use_eager_sharding(False):
@@ -285,7 +285,7 @@ def _run(
 
 
 def rope_of(
-    cfg: TransformerConfig,
+    cfg: Architecture,
     tokens_BT: Array,
     positions_BT: Array | None,
     cache: KVCache | None,
@@ -343,7 +343,7 @@ def embedding_init() -> Initializer:
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
-def _stacked_blocks(cfg: TransformerConfig, num_layers: int, has_experts: bool, name: str, rngs: nnx.Rngs) -> Block:
+def _stacked_blocks(cfg: Architecture, num_layers: int, has_experts: bool, name: str, rngs: nnx.Rngs) -> Block:
     """Return a block whose parameters have a leading layer dim with this logical name."""
     stacked = nnx.vmap(
         lambda rngs: Block(cfg, has_experts=has_experts, rngs=rngs), transform_metadata={nnx.PARTITION_NAME: name}

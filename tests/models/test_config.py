@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import LatentAttention, RopeScaling, TransformerConfig, YarnScaling, llama3_8b
-from meshpar.models.config import LayerKind, LongRope
+from meshpar.models.architecture import LayerKind, LongRope
 from meshpar.moe import MoEConfig, Routing
 from tests.equal import mean_loss
 from tests.errors import raises

@@ -9,7 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import layers
-from meshpar.models.config import RopeScaling, YarnScaling
+from meshpar.models.architecture import RopeScaling, YarnScaling
 from tests.grid import cases
 
 

@@ -23,7 +23,7 @@ from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.resuming import breaks_resuming, changes, defaults_of
 from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.models.config import RopeScaling
+from meshpar.models.architecture import RopeScaling
 from meshpar.optim.matrix_dims import decayed
 from tests.errors import raises
 

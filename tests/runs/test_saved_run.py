@@ -33,7 +33,7 @@ from meshpar.runs.plain import from_plain
 from meshpar.runs.folder import run_folder
 from meshpar.pod.signals import scratch
 from meshpar.models import TransformerConfig
-from meshpar.models.config import LayerKind
+from meshpar.models.architecture import LayerKind
 from meshpar.sharding.types import check_divides
 from meshpar.training.state import init_state
 from tests.errors import raises

@@ -8,7 +8,8 @@ from typing import Any
 
 from meshpar.interop import decoder
 from meshpar.interop.fields import Field, bad_value, typed
-from meshpar.models.config import LayerKind, TransformerConfig
+from meshpar.models.architecture import LayerKind
+from meshpar.models.config import TransformerConfig
 
 SCALAR = "query_pre_attn_scalar"
 FIXED = {

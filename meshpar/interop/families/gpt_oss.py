@@ -13,7 +13,8 @@ from typing import Any
 from meshpar.interop import decoder
 from meshpar.interop.fields import Field, bad_value
 from meshpar.interop.weight_mapping import DimPart, WeightMapping
-from meshpar.models.config import LayerKind, TransformerConfig
+from meshpar.models.architecture import LayerKind
+from meshpar.models.config import TransformerConfig
 
 _ROWS: tuple[decoder.Row, ...] = (
     ("self_attn.sinks", "attention/sinks", "H -> L H"),

@@ -13,7 +13,8 @@ from typing import Any
 from meshpar.interop import decoder
 from meshpar.interop.fields import Field, bad_value, typed
 from meshpar.interop.weight_mapping import DimPart, WeightMapping, contiguous
-from meshpar.models.config import LayerKind, QueryScaling, TransformerConfig
+from meshpar.models.architecture import LayerKind, QueryScaling
+from meshpar.models.config import TransformerConfig
 
 _CHUNKED, _SCALED = "attention_chunk_size", ("attn_temperature_tuning", "floor_scale", "attn_scale")
 _ROWS: tuple[decoder.Row, ...] = (

@@ -7,7 +7,8 @@ from typing import Any
 
 from meshpar.interop.decoder import DENSE, GROUPED, MLP, Family, fields, read_sliding, set_kinds, tensors, write_sliding
 from meshpar.interop.fields import bad_value, typed
-from meshpar.models.config import LayerKind, TransformerConfig
+from meshpar.models.architecture import LayerKind
+from meshpar.models.config import TransformerConfig
 
 IGNORED = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 """Fields that `read_windows` reads."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from meshpar.interop import decoder
 from meshpar.interop.fields import bad_value
-from meshpar.models.config import LayerKind, TransformerConfig
+from meshpar.models.architecture import LayerKind
+from meshpar.models.config import TransformerConfig
 
 
 def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
