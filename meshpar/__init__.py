@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshpar.loop.checkpoint import Checkpoints
     from meshpar.loop.fit import fit
     from meshpar.loop.verify import verify
-    from meshpar.optim.averages import ema, ema_params, eval_params
+    from meshpar.optim.averages import ema
     from meshpar.optim.orthogonalized import muon
     from meshpar.parallel import (
         Quantize,
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from meshpar.sharding.rules import Rules, first, names, replicated
     from meshpar.sharding.types import Decision, Leaf, MeshparError
     from meshpar.training.earlier_steps import check_finite
+    from meshpar.training.eval_params import ema_params, eval_params
     from meshpar.training.expert_rebalancing import rebalance_experts
     from meshpar.training.lora import Lora, lora
     from meshpar.training.options import StepOptions

@@ -48,19 +48,9 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def type_only(tree: ast.Module) -> set[ast.AST]:
-    """Return the nodes below `if TYPE_CHECKING`."""
-    blocks = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
-    return {node for block in blocks for node in ast.walk(block)}
-
-
 def referenced(module: str) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each meshpar module that a module imports, also in functions and by string."""
-    tree = source_of(module)
-    skipped = type_only(tree)
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    """Yield line and name of each module that a module imports, also in functions, for types only and by string."""
+    for node in ast.walk(source_of(module)):
         if isinstance(node, ast.ImportFrom | ast.Import):
             yield from (found for found in imports(ast.Module([node], [])) if found[1].startswith("meshpar."))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"meshpar(\.\w+)+", str(node.value)):
@@ -115,16 +105,14 @@ def test_folders_do_not_import_some_packages(folders, packages, exceptions) -> N
 
 
 def cyclic_modules() -> set[str]:
-    """Return the modules that import themselves indirectly, including imports inside functions."""
+    """Return the modules that import themselves indirectly, including imports inside functions and for types only."""
     names = {f"meshpar.{module}" for module in modules()}
     imported: dict[str, set[str]] = {}
     for module in modules():
-        tree, skipped = source_of(module), type_only(source_of(module))
-        nodes = [
-            node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import) and node not in skipped
-        ]
-        targets = {name if name in names else name.rpartition(".")[0] for _, name in imports(ast.Module(nodes, []))}
-        imported[f"meshpar.{module}"] = (targets & names) - {f"meshpar.{module}"}
+        targets = {name if name in names else name.rpartition(".")[0] for _, name in imports(source_of(module))}
+        # Packages import the modules of their public names only when a name is used.
+        is_package = (PACKAGE.joinpath(*module.split(".")) / "__init__.py").exists()
+        imported[f"meshpar.{module}"] = set() if is_package else (targets & names) - {f"meshpar.{module}"}
     while True:
         further = {module: over.union(*(imported[name] for name in over)) for module, over in imported.items()}
         if further == imported:
@@ -133,13 +121,7 @@ def cyclic_modules() -> set[str]:
 
 
 def test_import_graph_has_no_cycles() -> None:
-    """Methods may import modules that use their class: a schedule from a file, a report as text, a config's model."""
-    models = {
-        f"models.{name}"
-        for name in ("annotated", "config", "latent_attention", "layers", "overlapped_matmul", "transformer")
-    }
-    files = {"schedules.csv", "schedules.schedule"}
-    assert cyclic_modules() <= {"inspect.render", "inspect.report"} | files | models
+    assert cyclic_modules() == set()
 
 
 def test_functions_are_short() -> None:

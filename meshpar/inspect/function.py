@@ -21,7 +21,8 @@ from meshpar.inspect.memory import limit_bytes, memory_note, temporaries
 from meshpar.inspect.model_flops import ModelFlops, matmul_flops
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
-from meshpar.inspect.report import FunctionMemory, FunctionReport, program_notes, timed_collectives
+from meshpar.inspect.report import FunctionReport, program_notes, timed_collectives
+from meshpar.inspect.report_data import FunctionMemory
 from meshpar.inspect.target import require_aot, traced_for
 from meshpar.inspect.timeline.simulator import timeline
 from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed

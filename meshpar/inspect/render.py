@@ -20,12 +20,12 @@ from meshpar.inspect.census import Collective
 from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import MatchEntry, MatchResult, Unexpected
 from meshpar.inspect.memory import Contributor, Memory
-from meshpar.inspect.report import FunctionMemory, FunctionReport, Report, Sent
+from meshpar.inspect.report_data import FunctionData, FunctionMemory, Sent, StepData
 from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
-AnyReport: TypeAlias = Report | FunctionReport
+AnyReport: TypeAlias = StepData | FunctionData
 
 MOST_ROWS = 20
 """Maximum number of rows of a table. Plain text counts the omitted rows in a line, HTML folds them."""
@@ -182,7 +182,7 @@ def _without_repeats(texts: Iterable[str]) -> Iterator[str]:
 
 def sections(report: AnyReport) -> tuple[Section, ...]:
     """Return the report as titled tables, without styles of a particular output."""
-    of_step = (_matching(report), _stages(report)) if isinstance(report, Report) else ()
+    of_step = (_matching(report), _stages(report)) if isinstance(report, StepData) else ()
     others = (_collectives(report), _overlap(report), _compute(report), _lint(report), _notes(report))
     return tuple(section for section in (_memory(report), *of_step, *others) if section is not None)
 
@@ -194,10 +194,10 @@ INVALIDATING = ("wide-compute",)
 def headline(report: AnyReport) -> tuple[Cell, ...]:
     """Return the first lines of a report: strategy or function with its target, then a line per verdict."""
     devices = f"{report.devices:,} device" + "s" * (report.devices != 1)
-    name = report.strategy if isinstance(report, Report) else f"`{report.name}`"
+    name = report.strategy if isinstance(report, StepData) else f"`{report.name}`"
     return (
         Cell(f"{name} on {human_mesh(report.mesh)} · {report.target} · {devices}", "strong"),
-        *((_matching_verdict(report.matching),) if isinstance(report, Report) else ()),
+        *((_matching_verdict(report.matching),) if isinstance(report, StepData) else ()),
         *_memory_verdict(report.memory),
         *_speed(report),
     )
@@ -302,7 +302,7 @@ def _matching_verdict(matching: MatchResult) -> Cell:
     return Cell("✔ collectives match the strategy", "good")
 
 
-def _matching(report: Report) -> Section:
+def _matching(report: StepData) -> Section:
     matching = report.matching
     parts: list[Table | Cell] = []
     if matching.unexpected:
@@ -371,7 +371,7 @@ def _lines(title: str, lines: Sequence[MatchEntry], style: Style = "") -> list[T
     return [Table(title=title, columns=columns, rows=rows)] if rows else []
 
 
-def _stages(report: Report) -> Section | None:
+def _stages(report: StepData) -> Section | None:
     stages = report.stages
     if stages is None:
         return None
@@ -634,7 +634,7 @@ def as_html(report: AnyReport, *, pictures: Mapping[str, str] | None = None, mor
     return "\n".join(['<div class="meshpar">', f"<style>{_CSS}</style>", *cells, *images, *body, "</div>"])
 
 
-def as_page(report: Report, *, title: str, **contents: Any) -> str:
+def as_page(report: StepData, *, title: str, **contents: Any) -> str:
     """Return the report as a self-contained HTML page. `contents` are further arguments of `as_html`."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar.optim.averages import ema, ema_params, eval_params
+    from meshpar.optim.averages import ema
     from meshpar.optim.moments import low_precision_moments, offload_state
     from meshpar.optim.orthogonalized import muon
     from meshpar.optim.rounding import stochastic_rounding
@@ -15,8 +15,6 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "ema",
-    "ema_params",
-    "eval_params",
     "low_precision_moments",
     "muon",
     "offload_state",

@@ -1,21 +1,16 @@
-"""Parameters for evaluation: moving averages and schedule-free iterates in the optimizer state."""
+"""Averages for evaluation in the optimizer state: moving averages and schedule-free iterates."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.optim.matrix_dims import stack_dims
 from meshpar.optim.rounding import checked
-from meshpar.sharding.context import apart
 from meshpar.sharding.errors import check_cases
-from meshpar.sharding.types import PyTree, path_str, tree_leaves_with_paths
-
-if TYPE_CHECKING:
-    from meshpar.training.state import TrainState
+from meshpar.sharding.types import PyTree
 
 
 class EmaState(NamedTuple):
@@ -108,74 +103,3 @@ def schedule_free_iterate(params: Any, z: Any, b1: Any) -> jax.Array:
     params, z, b1 = (jnp.asarray(x, dtype) for x in (params, z, b1))
     b1 = b1.reshape(b1.shape + (1,) * (params.ndim - b1.ndim))  # a scalar, or a value for each layer
     return (params - (1 - b1) * z) / b1
-
-
-@apart()
-def eval_params(state: TrainState) -> TrainState:
-    """Return the state with the parameters to evaluate, to sample from, or to export.
-
-    These are the averages of `mp.ema`, or the evaluation iterate of `optax.contrib.schedule_free`, which is more
-    accurate than the iterate at which the gradients are computed. For other optimizers the state is returned.
-    Continue training with the original state.
-
-    Args:
-      state: a state with any optimizer.
-
-    Example:
-      >>> metrics = eval_step(loss)(eval_params(state), batch)  # doctest: +SKIP
-    """
-    setup = state.setup
-    if averages_of(state.opt_state) is not None:
-        return ema_params(state)
-    if not schedule_free_of(state.opt_state):
-        return state
-
-    names = {decision.path: decision.leaf.names for decision in setup.table.params}
-
-    def evaluated(opt_state: PyTree, params: PyTree) -> PyTree:
-        iterates = {
-            path: (z, found.b1)
-            for _, found in schedule_free_of(setup.for_update((), opt_state)[1])
-            for path, z in tree_leaves_with_paths(found.z)
-        }
-
-        def iterate(key_path: Any, x: jax.Array) -> jax.Array:
-            path = path_str(key_path)
-            if path not in iterates:  # a copy, because the next step donates the original state
-                return jnp.copy(x)
-            z, b1 = iterates[path]
-            # `per_layer` has a value of b1 for each layer, and the stack dims first.
-            dims = stack_dims(names.get(path)) if jnp.ndim(b1) else ()
-            first = range(len(dims))
-            iterate = schedule_free_iterate(jnp.moveaxis(x, dims, first), z, b1)
-            return jnp.moveaxis(iterate, first, dims).astype(x.dtype)
-
-        return jax.tree_util.tree_map_with_path(iterate, params)
-
-    return state.replace(params=setup.jit(evaluated, setup.shardings.params)(state.opt_state, state.params))
-
-
-@apart()
-def ema_params(state: TrainState) -> TrainState:
-    """Return the state with the averages of `mp.ema` as parameters, in the dtype and sharding of the parameters.
-
-    Use it for `eval_step`, `generate` or `interop.to_hf`. Continue training with the original state.
-
-    Args:
-      state: a state whose optimizer is from `mp.ema`.
-
-    Raises:
-      ValueError: the optimizer has no averages.
-    """
-    setup = state.setup
-    case = averages_of(state.opt_state) is None, "the optimizer has no averages", "use mp.ema(tx, 0.999) in init_state"
-    check_cases("ema_params", "return averages", "not-found", case)
-
-    def cast(opt_state: PyTree, params: PyTree) -> PyTree:
-        averages = averages_of(setup.for_update((), opt_state)[1])
-        assert averages is not None
-        trained = jax.tree.map(lambda a, p: a.astype(p.dtype), averages[1].average, setup.trained(params))
-        # Copies, because the next step donates the original state.
-        return jax.tree.map(jnp.copy, setup.with_frozen(trained, params))
-
-    return state.replace(params=setup.jit(cast, setup.shardings.params)(state.opt_state, state.params))

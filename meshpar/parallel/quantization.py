@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
-from meshpar.parallel.parallelism import axes_of
-from meshpar.sharding.errors import check_bool, check_choice, check_positive_int, near, problem
+from meshpar.sharding.errors import check_bool, check_choice, check_positive_int, problem
 
 QUANTIZED = ("int8", "fp8")
 """Formats of quantized weights and gradients."""
@@ -60,26 +58,3 @@ class Quantize:
         if self.weights == self.gradients and set(changed) <= {"weights", "gradients"} and self.weights:
             return self.weights
         return changed
-
-
-def quantize_of(
-    origin: str, axes: tuple[str, ...], given: str | Mapping[str, object] | Quantize | None
-) -> Quantize | None:
-    """Convert the `quantize` argument of a preset over these axes to a `Quantize`."""
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        fields = [field.name for field in dataclasses.fields(Quantize)]
-        for name in given.keys() - set(fields):
-            fix = near(str(name), fields)
-            raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
-        given = Quantize(**given)  # type: ignore[arg-type]
-    wire = given if isinstance(given, Quantize) else Quantize(weights=given, gradients=given)
-    if wire.secondary is not None:
-        inside = axes_of(f"{origin}(quantize=...) secondary", wire.secondary)
-        if not set(inside) < set(axes):
-            where = f"{origin}(axis={axes!r}, quantize=...) secondary={wire.secondary!r}"
-            reason = "secondary must be a proper subset of the axes that shard the parameters"
-            fix = 'write mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})'
-            raise problem(where, "keep a second copy of the weights", reason, fix, code="conflict")
-    return wire

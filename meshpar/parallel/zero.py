@@ -23,9 +23,9 @@ from meshpar.parallel.parallelism import (
     replicated_all,
     split,
 )
-from meshpar.parallel.quantization import Quantize, quantize_of
+from meshpar.parallel.quantization import Quantize
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.errors import check_choice, check_int, problem
+from meshpar.sharding.errors import check_choice, check_int, near, problem
 from meshpar.sharding.rules import Largest
 
 Stage = Literal["zero1", "zero2", "zero3", "fsdp", "hsdp"]
@@ -224,5 +224,28 @@ def hsdp(
 
 
 def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any, prefetch: int) -> Strategy:
-    quantization = quantize_of(stage, axes_of(stage, axis), quantize)
+    quantization = _quantize_of(stage, axes_of(stage, axis), quantize)
     return Strategy((Zero(stage, axis, min_bytes, quantization, prefetch),))
+
+
+def _quantize_of(
+    origin: str, axes: tuple[str, ...], given: str | Mapping[str, object] | Quantize | None
+) -> Quantize | None:
+    """Convert the `quantize` argument of a preset over these axes to a `Quantize`."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        fields = [field.name for field in dataclasses.fields(Quantize)]
+        for name in given.keys() - set(fields):
+            fix = near(str(name), fields)
+            raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
+        given = Quantize(**given)  # type: ignore[arg-type]
+    wire = given if isinstance(given, Quantize) else Quantize(weights=given, gradients=given)
+    if wire.secondary is not None:
+        inside = axes_of(f"{origin}(quantize=...) secondary", wire.secondary)
+        if not set(inside) < set(axes):
+            where = f"{origin}(axis={axes!r}, quantize=...) secondary={wire.secondary!r}"
+            reason = "secondary must be a proper subset of the axes that shard the parameters"
+            fix = 'write mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})'
+            raise problem(where, "keep a second copy of the weights", reason, fix, code="conflict")
+    return wire

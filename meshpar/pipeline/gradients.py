@@ -40,10 +40,10 @@ from meshpar.pipeline.executor import (
     micro_key,
 )
 from meshpar.pipeline.stage_placement import WeightPlacement
+from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.rules import BATCH_AXES
-from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
+from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, is_spec, problem, spec_axes, without_axes
 
 
 class Result(NamedTuple):
@@ -60,34 +60,11 @@ class Result(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class StagedRun:
-    """A pipelined model with its schedule, mesh and options, which are checked on construction."""
-
-    functions: Functions
-    schedule: Schedule
-    mesh: AnyMesh
-    axis: str = "stage"
-    batch_axes: str | tuple[str, ...] | None = None
-    """Mesh axes that shard the batch; None: the axes of `BATCH_AXES` that the mesh has."""
-    gather: Literal["step", "microbatch"] = "step"
-    grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
-    sync: bool = True
-    expert_specs: PyTree = None
-    """PartitionSpec per leaf of the chunks with the batch axes that shard experts. These weights are not gathered, and
-    their gradients are not reduced, over these axes. None: the model has no experts."""
-    activation_axes: tuple[str, ...] = ()
-    """Mesh axes, other than batch axes, that `first` must use to shard the activations."""
+class StagedRun(StagedModel):
+    """Loss and gradients of a pipelined model, whose options are checked on construction."""
 
     def __post_init__(self) -> None:
         checks.check_run(self)
-
-    @functools.cached_property
-    def batch_axis_sizes(self) -> dict[str, int]:
-        """Sizes of the mesh axes that shard the batch, without axes of size 1."""
-        sizes = axis_sizes(self.mesh)
-        names = (self.batch_axes,) if isinstance(self.batch_axes, str) else self.batch_axes
-        names = BATCH_AXES if names is None else names
-        return {axis: sizes[axis] for axis in names if sizes.get(axis, 1) > 1}
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array, *, specs: Params, grad_specs: Params,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from meshpar.layers.auxiliary import check_numbers
 from meshpar.layers.scan import check_alike
 from meshpar.pipeline.executor import MicrobatchInputs, Params, layout_of
 from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
+from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.types import (
@@ -28,9 +29,6 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
 )
 
-if TYPE_CHECKING:
-    from meshpar.pipeline.gradients import StagedRun
-
 WHERE = "pipeline.value_and_grad"
 
 
@@ -43,7 +41,7 @@ def check_functions(**functions: Any) -> None:
             raise problem(where, "call it", reason, fix, code="wrong-type")
 
 
-def check_run(run: StagedRun) -> None:
+def check_run(run: StagedModel) -> None:
     """Check the schedule and the options against the mesh."""
     schedule, mesh, axis = run.schedule, run.mesh, run.axis
     is_auto = isinstance(mesh, AnyMesh) and all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -78,7 +76,7 @@ def check_run(run: StagedRun) -> None:
 # ---- Arguments of a step ---------------------------------------------------------------------------------------------
 
 
-def checked_params(run: StagedRun, params: Any, specs: PyTree | None) -> Params:
+def checked_params(run: StagedModel, params: Any, specs: PyTree | None) -> Params:
     """Check parameters and their specs against the schedule and the mesh, and return them as `Params`."""
     if not isinstance(params, tuple) or len(params) not in (1, 2):
         reason, fix = f"they are a {type(params).__name__}", "pass pipeline.Params(chunks, embedding_and_head)"
@@ -108,7 +106,7 @@ def _check_plain(name: str, tree: PyTree, requested: str) -> None:
             raise problem(f"{name}, `{path}`", f"{requested} as {x.dtype}", reason, fix, code="wrong-dtype")
 
 
-def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
+def _check_specs(run: StagedModel, params: Params, specs: PyTree) -> None:
     where, sizes = f"{WHERE}(specs=...)", axis_sizes(run.mesh)
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
     fix = f'write PartitionSpec("{run.axis}") for each leaf, with None or mesh axes for other dims'
@@ -155,7 +153,7 @@ def check_late(late: Any, schedule: Schedule) -> None:
 
 
 def grad_owners(
-    run: StagedRun, chunk_params: PyTree, embedding_and_head: PyTree, inputs: MicrobatchInputs
+    run: StagedModel, chunk_params: PyTree, embedding_and_head: PyTree, inputs: MicrobatchInputs
 ) -> list[set[int]]:
     """Check the functions against each other, and return the stages that compute gradients of each of the leaves.
 

@@ -26,7 +26,7 @@ from meshpar.loop.metrics_file import (
     read_lines,
 )
 from meshpar.moe.load_metrics import Loads
-from meshpar.optim.averages import eval_params
+from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog as watchdog
 from meshpar.runs.folder import RunFolder
 from meshpar.runs.plain import json_text

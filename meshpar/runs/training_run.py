@@ -43,7 +43,7 @@ from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.metrics_file import MetricsFile, read_lines
 from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
-from meshpar.optim.averages import eval_params
+from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog
 from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.runs.folder import RunFolder, run_folder
