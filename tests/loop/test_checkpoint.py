@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.loop import checkpoint, coordination
+from meshpar.loop import checkpoint
 from meshpar.loop.checkpoint import SET_ASIDE, Checkpoints
+from meshpar.pod import coordination
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import Setup, TrainState, make_setup
 from tests.errors import raises

@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.loop.checkpoint import read_index, read_leaf
-from meshpar.optim.averages import schedule_free_of
+from meshpar.optim.averages import schedule_free_iterate, schedule_free_of
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.training.test_optimizers import BATCH, MODEL, loss
@@ -162,6 +162,9 @@ def test_averages_of_bfloat16_parameters_are_float32():
     assert state.average["w"].dtype == jnp.float32
     np.testing.assert_allclose(state.average["w"], 0.999, rtol=1e-6)
     assert updates["w"].dtype == jnp.bfloat16
+    iterate = schedule_free_iterate(params["w"], jnp.full((2, 2), 0.75, jnp.bfloat16), 0.9)
+    assert iterate.dtype == jnp.float32
+    np.testing.assert_allclose(iterate, (1 - 0.1 * 0.75) / 0.9, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

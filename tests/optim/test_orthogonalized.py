@@ -116,6 +116,20 @@ def test_result_does_not_depend_on_the_distribution(num, spec, axes):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), actual, expected)
 
 
+def test_every_option_has_the_effect_of_optax():
+    draw = np.random.default_rng(0)
+    shapes = {"up": (8, 16), "down": (16, 8), "bias": (16,), "scale": (8,)}
+    params = {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    options = {
+        "ns_coeffs": (3.0, -4.0, 2.0), "ns_steps": 3, "beta": 0.8, "eps": 0.1, "weight_decay": 0.1,
+        "weight_decay_mask": {"up": True, "down": False, "bias": False, "scale": False}, "mu_dtype": "float32",
+        "adam_b1": 0.7, "adam_b2": 0.9, "adam_eps_root": 0.3, "adam_weight_decay": 0.2, "adam_learning_rate": 0.5,
+        "consistent_rms": 0.2, "nesterov": False,
+    }  # fmt: skip
+    expected, actual = (updates_of(make(0.1, **options), params) for make in (optax.contrib.muon, mp.muon))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
+
+
 def test_empty_arrays_are_left_to_adam():
     """For a matrix without rows and a stack without layers, optax divides by zero."""
     params = {"none": np.zeros((0, 8), np.float32), "stack": np.zeros((0, 8, 8), np.float32)}

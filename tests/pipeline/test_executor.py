@@ -281,12 +281,13 @@ CROSSED = cases(
 )
 NOISY = Case(schedule="zb-v", noise=True, aux=True)
 WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True)
+NOISY_AND_WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True, noise=True)
 VARIANTS = cases(
-    NOISY,
-    WEIGHTED,
+    NOISY_AND_WEIGHTED,
     grid=[
         NOISY,
         WEIGHTED,
+        NOISY_AND_WEIGHTED,
         Case(schedule="1f1b", m=1),
         Case(schedule="zb-h1", m=8),
         Case(schedule="1f1b", weighted=True, fsdp=2, tensor=2, aux=True),
