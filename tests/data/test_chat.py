@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 import meshpar as mp
 from meshpar.data import ChatData, streams
-from meshpar.data.chat import Conversation, Template, packed
+from meshpar.data.chat import Conversation, Template, packed, tokens_of
 from meshpar.data.tokens import load_tokenizer
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.runs.recipe_file import load_recipe
@@ -86,6 +86,17 @@ def turn_tokenizer(path):
     tokenizer.add_special_tokens(["<user>", "<assistant>"])
     tokenizer.save(str(path / "tokenizer.json"))
     return load_tokenizer(str(path), separator="")
+
+
+def test_an_answer_that_contains_its_stop_token_is_unchanged(tmp_path):
+    tokenizer = turn_tokenizer(tmp_path)
+    stop = tokenizer.encode("!").tolist()  # not a special token
+    ids = tokenizer.encode("<user>é four!")
+    for text, expected in (("<user>é four!", ids), ("<user>é four", ids), ("<user>é four!<user>", [*ids, ids[0]])):
+        (tokens, is_answer), num_unended = tokens_of(tokenizer, text, [(7, 12 + text.count("!"))], stop)
+        assert tokens.tolist() == list(expected)
+        assert is_answer.tolist() == [0, 0, 0, 1, 1, 0][: len(expected)]
+        assert num_unended == 0
 
 
 @pytest.mark.parametrize("stop_tokens", [(), ("<user>",)])

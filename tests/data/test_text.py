@@ -143,6 +143,20 @@ def test_reading_stops_at_max_bytes(tmp_path, max_bytes, expected):
     assert "".join(texts(tmp_path, max_bytes=max_bytes).values()) == expected
 
 
+def test_a_document_that_is_truncated_between_parts_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.data.text._READ_BYTES", 3)
+    write(tmp_path, a_txt="abcdefg")
+    for max_bytes, parts in (
+        (3, ["abc", ""]),
+        (5, ["abc", "de"]),
+        (6, ["abc", "def", ""]),
+        (None, ["abc", "def", "g"]),
+    ):
+        documents = list(Reading(files=find([str(tmp_path)]), max_bytes=max_bytes))
+        assert [document.text for document in documents] == parts
+        assert [document.goes_on for document in documents] == [True] * (len(parts) - 1) + [False]
+
+
 def test_missing_path_suggests_similar_names(tmp_path):
     write(tmp_path, notes_txt="x")
     with raises("missing-file", str(tmp_path / "note.txt")[:80]) as error:

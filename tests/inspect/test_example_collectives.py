@@ -90,6 +90,18 @@ def test_attention_of_a_square_batch_combines_no_examples():
     assert not list(example_collectives.expected(examination, 16, step_spec_of(state.setup, step.options, batch)))
 
 
+def test_equal_combinations_are_counted_separately():
+    state, step = abstract(mp.ddp(), data=8), mp.train_step(two_towers)
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in BATCH}
+    once = examined(step.loss_fn, step.options, state, batch)
+    spec, counts = step_spec_of(state.setup, step.options, batch), []
+    for examination in (once, once._replace(combinations=once.combinations * 2)):
+        expected = example_collectives.expected(examination, 16, spec)
+        counts.append({(line.kind, line.elements): line.count[1] for line in expected})
+    assert counts[0]["gather", 16] == 4
+    assert counts[1] == {key: 2 * count for key, count in counts[0].items()}
+
+
 class Normalized(nnx.Module):
     def __init__(self, rngs):
         self.up, self.norm, self.down = (

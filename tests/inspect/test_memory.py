@@ -16,6 +16,7 @@ from meshpar.hardware.clusters import parse_cluster
 from meshpar.inspect.memory import MOST_COMPILATIONS, memory, remedies
 from meshpar.inspect.program import Program, compile_here
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.parallel.batch import StepBatch
 from tests.grid import cases
 from tests.inspect.saved import pods
 from tests.sharding.test_activations import DEEP, X, _deep_loss
@@ -117,6 +118,10 @@ def test_account_without_a_gpu_has_no_limit():
     found = memory(Sizes().program(), state.setup, batch, None)
     assert (found.limit_bytes, found.fits, found.note) == (None, None, "")
     assert found.batch_bytes == 16 * 64 * 4 // 8  # float64 examples become float32
+    # `table` is replicated by a rule for inputs.
+    batch = StepBatch({**batch, "table": None}, {"x": None, "table": np.zeros((5, 3), np.float32)})
+    found = memory(Sizes().program(), state.setup, batch, None)
+    assert found.batch_bytes == 16 * 64 * 4 // 8 + 5 * 3 * 4
 
 
 def test_offloaded_state_is_not_on_the_device():

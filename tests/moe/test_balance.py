@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -133,32 +134,39 @@ def test_bias_has_no_gradient():
 # ---- Over ranks ------------------------------------------------------------------------------------------------------
 
 
-def one_rank(logits, axis):
+def one_rank(logits, mask, axis):
     """Return the losses of the global batch, their gradient for the logits, and the updated bias."""
 
     def loss(logits):
         routed = moe.route(logits, TOP2)
-        return moe.auxiliary_loss(routed.scores, routed.experts, axis=axis) + moe.z_loss(logits, axis=axis)
+        balance = moe.auxiliary_loss(routed.scores, routed.experts, axis=axis, mask=mask)
+        return balance + moe.z_loss(logits, axis=axis, mask=mask)
 
     value, slope = jax.value_and_grad(loss)(logits)
-    bias = moe.update_bias(jnp.zeros(8), moe.count(moe.route(logits, TOP2).experts, 8), axis=axis)
+    bias = moe.update_bias(jnp.zeros(8), moe.count(moe.route(logits, TOP2, mask=mask).experts, 8), axis=axis)
     return value, slope, bias
 
 
-@pytest.mark.parametrize("axis", ["fsdp", pytest.param(("fsdp", "tensor"), marks=pytest.mark.matrix)])
-def test_sharded_statistics_match_the_global_batch(mesh8, axis):
-    spec = P(axis)
+@pytest.mark.parametrize(
+    ("axis", "num_padded"), cases(("fsdp", 5), grid=itertools.product(["fsdp", ("fsdp", "tensor")], [0, 5]))
+)
+def test_sharded_statistics_match_the_global_batch(mesh8, axis, num_padded):
+    """All padding is on the first ranks."""
+    spec, mask = P(axis), (np.arange(32) >= num_padded if num_padded else None)
     # The ranks have different distributions, so the mean of their local losses would differ.
     logits = jnp.asarray(rng.normal(size=(32, 8)) + 3 * np.eye(8).repeat(4, axis=0), jnp.float32)
     out = (P(), spec, P())
-    kernel = jax.shard_map(functools.partial(one_rank, axis=axis), mesh=mesh8, in_specs=spec, out_specs=out)
-    actual = jax.jit(kernel)(logits)
-    expected = jax.jit(functools.partial(one_rank, axis=None))(logits)
+    kernel = jax.shard_map(
+        functools.partial(one_rank, axis=axis), mesh=mesh8, in_specs=(spec, spec if num_padded else P()), out_specs=out
+    )
+    actual = jax.jit(kernel)(logits, mask)
+    expected = jax.jit(functools.partial(one_rank, axis=None))(logits, mask)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-9)
     np.testing.assert_array_equal(actual[2], expected[2])
 
-    local, *_ = jax.jit(jax.vmap(functools.partial(one_rank, axis=None)))(logits.reshape(4, 8, 8))
+    parts = logits.reshape(4, 8, 8), None if mask is None else mask.reshape(4, 8)
+    local, *_ = jax.jit(jax.vmap(functools.partial(one_rank, axis=None)))(*parts)
     assert abs(local.mean() - expected[0]) > 1e-3
 
 

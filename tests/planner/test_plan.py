@@ -38,7 +38,7 @@ from meshpar.planner.layout import Layout, Placer, rules_key
 from meshpar.planner.plan import Compiled, Plan, _nothing_fits, _verified, load_plans
 from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import Search
-from meshpar.planner.time_estimate import Clock, elements_per_expert, experts, matmul_size
+from meshpar.planner.time_estimate import Clock, elements_per_expert, experts, matmul_size, schedule_timing
 from meshpar.planner.workload import POLICIES, describe
 from meshpar.runs.recipe import build_model, build_optimizer
 from meshpar.runs.recipe_file import load_recipe
@@ -124,6 +124,31 @@ def test_accumulated_gradients_of_a_stage_are_counted_per_copy(small, schedule, 
     _, _, held = placed_on(small, {"stage": 2, "data": 2}, strategy)
     stacked, other = (4 * sum(leaf.size for leaf in small.leaves if leaf.is_stacked is kind) for kind in (True, False))
     assert held.gradients_bytes == copies * stacked // 2 + other
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 1), (3, 2), (4, 2)])
+def test_gradients_of_the_head_are_broadcast_in_a_round_per_doubling(small, stages, rounds):
+    placed, layout, _ = placed_on(
+        small, {"stage": stages}, f"pipeline_parallel(stages={stages}, microbatches=4) | ddp()"
+    )
+    timing = schedule_timing(placed.strategy.pipeline, 0.0, 0.1, 4)
+    _, *messages = Clock(parse_cluster("h100:1x8"))._between_stages(placed, layout, placed.step_spec(layout), timing)
+    assert messages == [(rounds, 4 * leaf.size) for leaf in small.leaves if leaf.num_layers == 1]
+
+
+@pytest.mark.parametrize("is_divisible", [True, False])
+def test_stages_are_left_out_for_a_loss_that_combines_examples(small, is_divisible):
+    search = Search(dataclasses.replace(small, is_divisible=is_divisible), parse_cluster("h100:8x8"))
+    strategies = [one for sizes in search.meshes() for one in search.strategies(sizes)]
+    assert any(one.pipeline for one in strategies) == is_divisible
+
+
+def test_tensor_axes_stay_inside_a_node(small):
+    largest = {
+        cluster: max(sizes["tensor"] for sizes in Search(small, parse_cluster(cluster)).meshes())
+        for cluster in ("h100:1x8", "h100:4x2")
+    }
+    assert largest == {"h100:1x8": 8, "h100:4x2": 2}
 
 
 def test_batch_slices_share_the_memory_of_recomputed_activations(small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import itertools
@@ -245,6 +246,10 @@ def test_schedule_equality_hash_and_repr():
     assert first == same
     assert hash(first) == hash(same)
     assert first != other
+    pairs = make("dualpipe", 2, 4)
+    split = dataclasses.replace(pairs, joined=np.zeros_like(pairs.joined))
+    assert (split.table == pairs.table).all()
+    assert split != pairs
     assert Schedule.from_order("zb-h1", first.order()) == first
     with pytest.raises(ValueError, match="read-only"):
         first.table[0, 0, 0, 0] = 3

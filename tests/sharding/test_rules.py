@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 
 import jax
@@ -209,6 +210,12 @@ def test_largest_dim_after_named_dims_is_sharded(shape, expected):
     assert spec(rules, leaf(*shape)) == P("data", *[None] * (len(shape) - 1))
 
 
+@pytest.mark.parametrize("value", ["data", ("tensor", "data"), mp.first(("tensor", "data"), None)], ids=str)
+def test_axes_of_the_refined_name_come_first(value):
+    rules = mp.Rules(seq="tensor", norm_seq=value)
+    assert spec(rules, leaf(16, names=("norm_seq",))) == P(("tensor", "data"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rules as values
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,8 +241,9 @@ def test_rules_survive_pickle_and_copy(rules):
     assert len({*RULES, rules}) == len(RULES)
 
 
-@pytest.mark.parametrize("rules", RULES[:3], ids=range(3))
-def test_repr_of_rules_is_python_code(rules):
+@pytest.mark.parametrize("rules", RULES[:4], ids=range(4))
+def test_rules_survive_repr_and_json(rules):
+    assert mp.Rules.from_json(json.loads(json.dumps(rules.to_json()))) == rules
     namespace = {"Rules": mp.Rules, "first": mp.first, "names": mp.names, "replicated": mp.replicated}
     assert eval(repr(rules), namespace) == rules
 

@@ -181,9 +181,12 @@ def test_saved_activations_match_plain_scan(option):
     assert option_bytes < (0.95 if option == "prefetch=1" else 1.25) * plain_bytes
 
 
-@pytest.mark.parametrize(("name", "remat"), cases(("fsdp", None), grid=itertools.product(STRATEGIES, [None, "full"])))
-def test_prefetch_sends_the_expected_collectives(name, remat):
-    report = explained(name, remat=remat)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    cases(("fsdp", {"accumulate": 2}), grid=itertools.product(STRATEGIES, [{}, {"remat": "full"}, {"accumulate": 2}])),
+)
+def test_prefetch_sends_the_expected_collectives(name, options):
+    report = explained(name, **options)
     assert not report.matching.unexpected
     assert not report.matching.missing
 
