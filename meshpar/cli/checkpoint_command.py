@@ -62,7 +62,7 @@ def ls(run: str, as_json: bool) -> None:
 @output_options
 def inspect(run: str, step: int | None, as_json: bool) -> None:
     """List the path, shape, dtype and fingerprint of each array. Only the index of the checkpoint is read."""
-    from meshpar.loop.checkpoint import read_index
+    from meshpar.loop.checkpoint_index import read_index
 
     folder, steps = _saved_steps(run, step)
     index = read_index(folder, steps[-1])
@@ -85,7 +85,7 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
     fit in host memory.
     """
     prepare_devices(1)
-    from meshpar.loop.checkpoint import damage_of
+    from meshpar.loop.checkpoint_index import damage_of
 
     folder, steps = _saved_steps(run, step)
     damages = {step: damage_of(folder, step) for step in steps}
@@ -115,7 +115,7 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     import jax.numpy as jnp
 
     from meshpar.interop.files import assigned, library, new_folder, whole_folder, write
-    from meshpar.loop.checkpoint import read_index, read_leaf
+    from meshpar.loop.checkpoint_index import read_index, read_leaf
     from meshpar.sharding.units import parse_bytes
 
     library()

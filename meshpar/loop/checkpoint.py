@@ -6,50 +6,49 @@ checkpoint is complete when it contains the object `commit_success.txt`, which o
 two items:
 
     state   all arrays by path, unsharded
-    run     JSON with a checksum: format, versions, step, data position; shape, dtype and fingerprint of each array
-
-Fingerprints are computed on the devices before a save and after a restore. They detect flipped bits in data files and
-items from different saves, which orbax does not. The step in `run` detects a folder that was renamed.
+    run     the index, JSON with a checksum; see `meshpar.loop.checkpoint_index`
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
-import inspect
-import json
-import logging
-import math
 import os
 import shutil
-import threading
 import time
 import types
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.optim.averages import averages_of, schedule_free_iterate, schedule_free_of
-from meshpar.pod import watchdog
+from meshpar.loop.checkpoint_index import (
+    DamagedError,
+    barrier,
+    broadcast_steps,
+    check_format,
+    checkpoint_folder,
+    combined,
+    concrete_mesh,
+    eval_sources,
+    leaves_of,
+    new_index,
+    read_index,
+    read_verified,
+    shorten,
+)
+from meshpar.loop.orbax_workarounds import write_problem
 from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.sharding import remote
 from meshpar.sharding.context import apart
 from meshpar.sharding.host_resources import is_url
-from meshpar.sharding.types import MeshparError, check_positive_int, path_str, problem
+from meshpar.sharding.types import MeshparError, check_positive_int, problem
 from meshpar.training.state import Setup, TrainState
 
-FORMAT = 2
-"""Version of the checkpoint format. Increase it if older readers would misread a new checkpoint."""
 SET_ASIDE = "set_aside"
 """Subfolder for checkpoints that a run does not continue from: damaged, or later than its restart."""
 
@@ -93,18 +92,11 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Any, *, keep: int = 3) -> None:
-        from etils import epath
-
         check_positive_int("Checkpoints", "the number of checkpoints to keep", keep=keep)
-        _filter_orbax_logs()
-        _patch_orbax()
-        self._is_local = not is_url(folder)
-        self.folder = epath.Path(folder).absolute() if self._is_local else epath.Path(remote.join(folder))
+        self._is_local, self.folder = not is_url(folder), checkpoint_folder(folder)
         self._where = f"checkpoints in {self.folder}"
         if not self._is_local:
             self._bucket = remote.filesystem(str(self.folder), self._where)
-            if str(self.folder).startswith("s3:"):
-                _patch_kvstore()
         self.keep, self._failed, self._is_shared = keep, False, False
         self._manager: Any = None
         self._current: int | None = None
@@ -156,7 +148,7 @@ class Checkpoints:
         new = step != self._current
         if new or wait:
             self.wait()
-            steps = _broadcast(self.steps())
+            steps = broadcast_steps(self.steps())
             if self._current not in (None, *steps):
                 new = True
                 if jax.process_index() == 0:
@@ -195,13 +187,13 @@ class Checkpoints:
           ValueError: the checkpoint is missing, damaged or from a different model or optimizer; or all are damaged.
         """
         setup = target if isinstance(target, Setup) else target.setup
-        _concrete(setup)
+        concrete_mesh(setup)
         self.wait()
         steps, damaged = self._available(step, required=step is not None), dict[int, str]()
         for candidate in reversed(steps):
             try:
                 restored = self._read(candidate, setup, weights_only)
-            except _DamagedError as error:
+            except DamagedError as error:
                 damaged[candidate] = error.reason
                 continue
             for damaged_step, reason in damaged.items():
@@ -217,7 +209,7 @@ class Checkpoints:
 
     def _available(self, step: int | None, *, required: bool) -> list[int]:
         """Return the steps of all checkpoints, or only `step` if it is not None. With `required`, it must exist."""
-        steps = _broadcast(self.steps())
+        steps = broadcast_steps(self.steps())
         if required and (not steps or step not in (None, *steps)):
             requested = "read a checkpoint" if step is None else f"read step {step}"
             fix = "train first, or choose a listed step or a different folder"
@@ -256,9 +248,9 @@ class Checkpoints:
         from flax.traverse_util import unflatten_dict
         from orbax.checkpoint import args
 
-        leaves = _leaves(state)
+        leaves = leaves_of(state)
         arrays = {"leaves": unflatten_dict({path: x for path, x in leaves.items() if x.size}, sep="/")}
-        index = _new_index(step, state, leaves, data_state)
+        index = new_index(step, state, leaves, data_state)
         if self._failed:
             self._clear_failed()
         with self._writing(f"save step {step}"):
@@ -273,14 +265,14 @@ class Checkpoints:
 
         If a write fails on a single process, the remaining processes wait ten minutes for its files.
         """
-        steps = _broadcast(self.steps())
+        steps = broadcast_steps(self.steps())
         if not steps or not self._is_local:
             return  # the size of the first checkpoint is unknown
         is_full = False
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 is_full = bytes_of(self.folder / str(steps[-1])) > shutil.disk_usage(self.folder).free
-        if _broadcast([int(is_full)]) == [1]:
+        if broadcast_steps([int(is_full)]) == [1]:
             reason = f"no space left on the disk for a checkpoint as large as that of step {steps[-1]}"
             fix = "free some disk space; earlier checkpoints are intact"
             raise NoRoomError(self._where, f"save step {step}", reason, fix, code="no-space")
@@ -355,8 +347,9 @@ class Checkpoints:
     def _remove_old(self, keep: int) -> None:
         """Remove all checkpoints except the newest `keep`.
 
-        orbax would delete file by file, so a killed process could leave a partial checkpoint under a valid name. Here
-        the folder is hidden first. A partially deleted folder is then removed like an incomplete checkpoint.
+        The preservation policies of orbax 0.12 delete file by file, so a killed process could leave a partial
+        checkpoint under a valid name. Here the folder is hidden first. A partially deleted folder is then removed like
+        an incomplete checkpoint.
         """
         if jax.process_index() == 0:
             for step in self.steps()[:-keep]:
@@ -376,11 +369,11 @@ class Checkpoints:
         return read_index(self.folder, self._available(step, required=True)[-1])["leaves"]
 
     def _read(self, step: int, setup: Setup, weights_only: bool | Literal["averaged"]) -> Restored:
-        """Read a checkpoint; raise `_DamagedError` if its content changed since the save."""
+        """Read a checkpoint; raise `DamagedError` if its content changed since the save."""
         run = read_index(self.folder, step)
         where = f"checkpoint {self.folder / str(step)}"
-        _check_format(run, where)
-        like, stored = _leaves(setup.abstract), run["leaves"]
+        check_format(run, where)
+        like, stored = leaves_of(setup.abstract), run["leaves"]
         if weights_only:
             like, stored = (
                 {path: x for path, x in leaves.items() if path.split("/")[0] in ("params", "extra")}
@@ -388,14 +381,14 @@ class Checkpoints:
             )
         _check_fits(stored, like, where)
         _check_alpha(run.get("lora_alpha"), setup, where)
-        sources = {path: _eval_sources(run, path) if weights_only == "averaged" else [path] for path in like}
+        sources = {path: eval_sources(run, path) if weights_only == "averaged" else [path] for path in like}
         read = _sources_like(like, sources, run, setup)
-        arrays = _read_verified(self.folder / str(step), read, run, _concrete(setup))
+        arrays = read_verified(self.folder / str(step), read, run, concrete_mesh(setup))
         if not weights_only:
             state = jax.tree.unflatten(jax.tree.structure(setup.abstract), arrays.values())
             return Restored(state=state, data_state=run["data_state"], step=step)
         structure = jax.tree.structure((setup.abstract.params, setup.abstract.extra))
-        weights = [_combined([arrays[source] for source in sources[path]], x.dtype) for path, x in like.items()]
+        weights = [combined([arrays[source] for source in sources[path]], x.dtype) for path, x in like.items()]
         params, extra = jax.tree.unflatten(structure, weights)
         return Restored(state=setup.begin(params, extra, 0), data_state=None, step=step)
 
@@ -428,23 +421,11 @@ class Checkpoints:
             yield
         except Exception as error:
             self._current, self._failed = None, True
-            raise _write_problem(requested, error, self._where) from error
+            raise write_problem(requested, error, self._where) from error
 
 
 class NoRoomError(MeshparError):
     """The disk is too full for a checkpoint, so the save was not started."""
-
-
-class _DamagedError(MeshparError):
-    """The content of a checkpoint differs from the content at the save; `reason` says where."""
-
-
-def _damaged(checkpoint: Any, reason: str) -> _DamagedError:
-    fix = "choose another step, or restore the files from a backup"
-    return _DamagedError(f"checkpoint {checkpoint}", "read it, because it is damaged", reason, fix, "damaged-file")
-
-
-# ---- Reading without a model -----------------------------------------------------------------------------------------
 
 
 def bytes_of(folder: Any) -> int:
@@ -452,124 +433,6 @@ def bytes_of(folder: Any) -> int:
     if is_url(folder):
         return remote.filesystem(remote.join(folder), f"folder {folder}").du(remote.join(folder))
     return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
-
-
-def read_index(folder: Any, step: int) -> dict[str, Any]:
-    """Return the index of an available step: format, versions, mesh, strategy, arrays by path and data position.
-
-    Raises:
-      ValueError: the checkpoint is damaged.
-    """
-    checkpoint = Checkpoints(folder).folder / str(step)
-
-    def read() -> dict[str, Any]:
-        for path in Path(checkpoint).rglob("*") if os.path.isdir(checkpoint) else ():  # otherwise it is in a bucket
-            if not path.is_dir() and not (path.is_file() and os.access(path, os.R_OK)):  # a pipe would block
-                raise _damaged(checkpoint, f"{path.relative_to(checkpoint)} is not a readable file")
-        sealed = json.loads((checkpoint / "run" / "metadata").read_text())
-        if zlib.crc32(json.dumps(sealed["document"], sort_keys=True).encode()) != sealed["crc32"]:
-            raise _damaged(checkpoint, "the checksum of run/metadata is wrong")
-        return sealed["document"]
-
-    index = _agreed(checkpoint, read)
-    if index["step"] != step:
-        raise _damaged(checkpoint, f"run/metadata belongs to step {index['step']}")
-    return index
-
-
-def damage_of(folder: Any, step: int) -> str | None:
-    """Return a description of the damage of a checkpoint, or None if it is intact.
-
-    This needs no model, mesh or recipe. All arrays are read onto the first device.
-    """
-    try:
-        index = read_index(folder, step)
-        _read_on_first_device(folder, index, index["leaves"])
-    except _DamagedError as error:
-        return error.reason
-    return None
-
-
-def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
-    """Read an array of a checkpoint, unsharded, and check its fingerprint. Parameters are those of `mp.eval_params`.
-
-    This needs no model, mesh or recipe. `index` is the return value of `read_index`, and `path` a key of
-    `index["leaves"]`.
-    """
-    arrays = _read_on_first_device(folder, index, _eval_sources(index, path))
-    return np.asarray(_combined([*arrays.values()], index["leaves"][path]["dtype"]))
-
-
-def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
-    _check_format(index, f"checkpoint {folder}/{index['step']}")
-    mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
-    sharding, leaves = NamedSharding(mesh, PartitionSpec()), index["leaves"]
-    like = {
-        path: jax.ShapeDtypeStruct(leaves[path]["shape"], leaves[path]["dtype"], sharding=sharding) for path in paths
-    }
-    return _read_verified(Checkpoints(folder).folder / str(index["step"]), like, index, mesh)
-
-
-def _read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
-    """Read the arrays with the paths in `like`, and compare them with the fingerprints in the index."""
-    arrays = _agreed(folder, lambda: _read_arrays(folder, like))
-    saved = [index["leaves"][path]["fingerprint"] for path in like]
-    changed = [path for path, a, b in zip(like, _fingerprints(arrays, mesh), saved, strict=True) if a != b]
-    if changed:
-        raise _damaged(folder, f"the contents of {_shorten(changed)} changed since the save")
-    return arrays
-
-
-def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Read the arrays with the paths in `like`. Arrays without elements are created, as orbax does not store them."""
-    # Unlike the manager, the handler has no barriers, so a process that reads a damaged file does not block the rest.
-    import orbax.checkpoint as ocp
-    from flax.traverse_util import flatten_dict, unflatten_dict
-
-    arrays = {
-        path: jax.make_array_from_callback(x.shape, x.sharding, np.zeros(x.shape, x.dtype).__getitem__)
-        for path, x in like.items()
-        if not x.size
-    }
-    if stored := {path: x for path, x in like.items() if x.size}:
-        target = {"leaves": unflatten_dict(stored, sep="/")}
-        handler = ocp.PyTreeCheckpointHandler()
-        try:
-            restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-            args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
-            tree = handler.restore(folder / "state", args=args)
-        finally:
-            handler.close()
-        # For arrays that are not in its index, orbax returns the leaves of the target.
-        if missing := [x for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
-            raise _damaged(folder, f"{len(missing)} arrays are missing from the index of arrays")
-        arrays |= flatten_dict(tree["leaves"], sep="/")
-    return {path: arrays[path] for path in like}
-
-
-# ---- Stored arrays and index -----------------------------------------------------------------------------------------
-
-
-def _leaves(state: TrainState) -> dict[str, Any]:
-    """Return the arrays by path, in the order of the state's leaves; "." and "/" in keys are escaped."""
-    keys, arrays = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
-    leaves = dict(zip(map(_path, keys), arrays, strict=True))
-    if len(leaves) < len(arrays):
-        reason, fix = "two arrays have the same path", "rename a key; the keys 1 and '1' have the same path"
-        raise problem("the state", "save its arrays", reason, fix, code="conflict")
-    return leaves
-
-
-def _eval_sources(index: Mapping[str, Any], path: str) -> list[str]:
-    """Return the paths of the arrays that determine the parameter of `mp.eval_params`, as inputs of `_combined`."""
-    name, leaves = path.removeprefix("params/"), index["leaves"]
-    average = f"{index.get('averages')}/{name}"
-    if path.startswith("params/") and average in leaves:  # frozen parameters have no averages
-        return [average]
-    for prefix in index.get("schedule_free", ()):
-        if path.startswith("params/") and f"{prefix}/z/{name}" in leaves:
-            return [path, f"{prefix}/z/{name}", f"{prefix}/b1"]
-    return [path]
 
 
 def _sources_like(
@@ -584,96 +447,6 @@ def _sources_like(
             dtype = x.dtype if source == path else leaf["dtype"]
             arrays[source] = jax.ShapeDtypeStruct(leaf["shape"], dtype, sharding=sharding)
     return arrays
-
-
-def _combined(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    return (arrays[0] if len(arrays) == 1 else schedule_free_iterate(*arrays)).astype(dtype)
-
-
-def _path(keys: Iterable[Any]) -> str:
-    # orbax joins keys with ".", so without escapes {"a.b": x} and {"a": {"b": y}} would be written to the same file.
-    escapes = {ord("%"): "%25", ord("."): "%2E", ord("/"): "%2F"}
-    return "/".join(path_str((key,)).translate(escapes) for key in keys)
-
-
-def _new_index(
-    step: int, state: TrainState, leaves: Mapping[str, Any], data_state: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the JSON item `run` with its checksum. It shares no object with the arguments, as it is written later."""
-    import meshpar
-
-    averages = averages_of(state.opt_state)
-    fingerprints = _fingerprints(leaves, _concrete(state.setup))
-    document = {
-        "format": FORMAT,
-        "meshpar": meshpar.__version__,
-        "jax": jax.__version__,
-        "step": step,
-        "mesh": state.table.mesh,
-        "strategy": state.table.strategy,
-        "lora_alpha": None if state.setup.model.lora is None else state.setup.model.lora.alpha,
-        "averages": averages and "/".join(filter(None, ("opt_state", _path(averages[0]), "average"))),
-        "schedule_free": [
-            "/".join(filter(None, ("opt_state", _path(keys)))) for keys, _ in schedule_free_of(state.opt_state)
-        ],
-        "leaves": {
-            path: {"shape": list(x.shape), "dtype": x.dtype.name, "fingerprint": fingerprint}
-            for (path, x), fingerprint in zip(leaves.items(), fingerprints, strict=True)
-        },
-        "data_state": None if data_state is None else dict(data_state),
-    }
-    text = json.dumps(document, sort_keys=True)
-    return {"crc32": zlib.crc32(text.encode()), "document": json.loads(text)}
-
-
-# ---- Fingerprints ----------------------------------------------------------------------------------------------------
-
-
-def _fingerprints(leaves: Mapping[str, jax.Array], mesh: Mesh) -> list[int]:
-    """Return a 32-bit fingerprint per array. It is independent of the sharding and equal on all processes."""
-    return np.asarray(_fingerprint_program(mesh)(list(leaves.values()))).tolist()
-
-
-@functools.lru_cache(maxsize=8)
-def _fingerprint_program(mesh: Mesh) -> Any:
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda arrays: jnp.stack([_fingerprint(x) for x in arrays]), out_shardings=replicated)
-
-
-def _fingerprint(x: jax.Array) -> jax.Array:
-    """Sum the words of an array, each multiplied by an odd number that depends on its position, modulo 2^32.
-
-    Odd factors are invertible, so a change of a single word always changes the sum. Integer sums are independent of
-    the order of summation, and therefore of the mesh.
-    """
-    words = _words(jax.device_put(x, jax.memory.Space.Device))  # offloaded optimizer state is in host memory
-    position = jnp.zeros(words.shape, jnp.uint32)
-    for dim in range(words.ndim):
-        stride = np.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
-        position += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * stride
-    factor = (position * np.uint32(2654435761)) | np.uint32(1)
-    return jnp.sum(words * factor, dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32; an 8-byte element becomes two words in a new last dim."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([_words(x.real), _words(x.imag)])
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
-
-
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_format(index: Mapping[str, Any], where: str) -> None:
-    if index["format"] != FORMAT:
-        newer = index["format"] > FORMAT
-        fix = f"install meshpar {index['meshpar']} or newer" if newer else "train again: no release wrote this format"
-        reason = f"meshpar {index['meshpar']} wrote it in format {index['format']}"
-        raise problem(where, f"read it as format {FORMAT}", reason, fix, code="unsupported-version")
 
 
 def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) -> None:
@@ -696,7 +469,7 @@ def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) 
         cause = "pass init_state the precision"
     elif all(path.startswith("opt_state/") for path in (*missing, *unexpected, *different)):
         cause = "use the optimizer"
-    reason = "; ".join(f"{text} {_shorten(paths)}" for text, paths in reasons.items() if paths)
+    reason = "; ".join(f"{text} {shorten(paths)}" for text, paths in reasons.items() if paths)
     fix = f"{cause} that it was trained with, or choose a different checkpoint folder"
     raise problem(where, "restore it into this state", reason, fix, code="wrong-state")
 
@@ -707,145 +480,3 @@ def _check_alpha(stored: float | None, setup: Setup, where: str) -> None:
     if stored is not None and lora is not None and lora.alpha != stored:
         reason, fix = f"its adapters were trained with alpha={stored}", f"use lora(alpha={stored})"
         raise problem(where, f"restore it with lora(alpha={lora.alpha})", reason, fix, code="conflict")
-
-
-def _shorten(paths: Sequence[str], limit: int = 4) -> str:
-    text = ", ".join(f"`{path}`" for path in paths[:limit])
-    return text if len(paths) <= limit else f"{text} and {len(paths) - limit} more"
-
-
-def _concrete(setup: Setup) -> Mesh:
-    if not isinstance(setup.mesh, Mesh):
-        reason = "the mesh is abstract: it has no devices"
-        raise problem("checkpoint", "read it onto this mesh", reason, "use MeshSpec.build()", code="abstract-mesh")
-    return setup.mesh
-
-
-# ---- Multiple processes ----------------------------------------------------------------------------------------------
-
-
-def _agreed(checkpoint: Any, read: Callable[[], Any]) -> Any:
-    """Return the result of `read`; if it fails on any process, raise `_DamagedError` on all processes."""
-    result, failure = None, None
-    try:
-        result = read()
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # the files may be intact
-    except Exception as error:
-        failure = error.reason if isinstance(error, _DamagedError) else _summarize(error)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        if multihost_utils.process_allgather(np.array(failure is not None)).any() and failure is None:
-            failure = "a process could not read it"
-    if failure is not None:
-        raise _damaged(checkpoint, failure)
-    return result
-
-
-def _broadcast(steps: list[int], limit: int = 256) -> list[int]:
-    """Return the newest steps that process 0 lists: on network file systems, other processes may see old listings."""
-    if jax.process_count() == 1:
-        return steps
-    from jax.experimental import multihost_utils
-
-    padded = np.full((limit,), -1, np.int32)
-    padded[: len(steps[-limit:])] = steps[-limit:]
-    return [step for step in multihost_utils.broadcast_one_to_all(padded).tolist() if step >= 0]
-
-
-def barrier(name: str) -> None:
-    """Block until all processes have called this function with the same name."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
-
-
-# ---- orbax -----------------------------------------------------------------------------------------------------------
-
-
-def _write_problem(requested: str, error: Exception, where: str = "checkpoints") -> MeshparError:
-    fix = "check that the folder is writable and has free space; earlier checkpoints are intact"
-    return problem(where, requested, f"writing failed ({_summarize(error)})", fix, code="write-failed")
-
-
-def _summarize(error: BaseException, limit: int = 200) -> str:
-    text = " ".join(str(error).split("[tensorstore_spec")[0].split())
-    if "No space left" in text:
-        text = "no space left on the disk"
-    return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}" if text else type(error).__name__
-
-
-@functools.cache
-def _filter_orbax_logs() -> None:
-    """Drop the log lines of orbax, because its errors are raised. They are kept if absl's verbosity is DEBUG."""
-    from absl import logging as absl_logging
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname or absl_logging.get_verbosity() >= absl_logging.DEBUG
-
-    logging.getLogger("absl").addFilter(is_kept)
-    # If multiple writes fail, orbax raises the first error, and asyncio logs a traceback for each remaining error.
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-
-
-@functools.cache
-def _patch_kvstore() -> None:
-    """Make orbax use TensorStore's `s3` driver for s3:// URLs."""
-    # orbax creates TensorStore specifications for local paths and gs:// only, and has no public API for others.
-    import orbax.checkpoint as ocp
-
-    module = getattr(getattr(ocp, "_src", None), "serialization", None)
-    build = getattr(getattr(module, "tensorstore_utils", None), "build_kvstore_tspec", None)
-    if not callable(build) or "directory" not in inspect.signature(build).parameters:
-        reason, fix = f"orbax {ocp.__version__} has different internal functions", "install orbax-checkpoint 0.12.8"
-        raise problem("checkpoints in a bucket", "use s3://", reason, fix, code="unsupported-version")
-
-    def to_s3(spec: Any) -> Any:
-        if not isinstance(spec, dict):
-            return [to_s3(item) for item in spec] if isinstance(spec, list) else spec
-        if spec.get("driver") == "gcs":
-            return remote.kvstore(f"s3://{spec['bucket']}/{spec['path']}")
-        return {key: to_s3(value) for key, value in spec.items()}
-
-    @functools.wraps(build)
-    def build_kvstore_tspec(directory: Any, *args: Any, **kwargs: Any) -> Any:
-        scheme, _, rest = str(directory).partition(":")
-        if scheme != "s3":
-            return build(directory, *args, **kwargs)
-        return to_s3(build(f"gs://{rest.lstrip('/')}", *args, **kwargs))
-
-    module.tensorstore_utils.build_kvstore_tspec = build_kvstore_tspec  # type: ignore[union-attr]
-
-
-@functools.cache
-def _patch_orbax() -> None:
-    """Make orbax wait for all writes of a failed save, and report the failure immediately."""
-    # orbax has no public API for either. `asyncio_utils.run_sync` closes its event loop after the first failed write,
-    # and each remaining write then prints a traceback ("Event loop is closed"). The error itself stays in the
-    # background thread until `wait_until_finished`, which first waits for all processes at a barrier.
-    import orbax.checkpoint as ocp
-
-    run_sync = getattr(getattr(getattr(ocp, "_src", None), "asyncio_utils", None), "run_sync", None)
-    if not callable(run_sync) or list(inspect.signature(run_sync).parameters) != ["coro"]:
-        text = f"orbax {ocp.__version__} is not supported: a failed write of a checkpoint may also print tracebacks"
-        warnings.warn(text, stacklevel=3)
-        return
-
-    async def finish(coro: Any) -> Any:
-        previous = asyncio.all_tasks()
-        try:
-            return await coro
-        except Exception as error:
-            if threading.current_thread() is not threading.main_thread():  # the main thread reads, and raises itself
-                failure = _write_problem("write a checkpoint in the background", error)
-                failure.__cause__ = error
-                for callback in watchdog.write_failure_callbacks:
-                    callback(failure)
-            raise
-        finally:
-            while pending := asyncio.all_tasks() - previous:
-                await asyncio.wait(pending)
-
-    ocp._src.asyncio_utils.run_sync = functools.wraps(run_sync)(lambda coro: run_sync(finish(coro)))

@@ -25,7 +25,8 @@ from meshpar.data.batches import Batches
 from meshpar.data.mixture import MixedSource
 from meshpar.hardware.clusters import peak_flops_per_s
 from meshpar.interop.hf import check_weights, load_hf
-from meshpar.loop.checkpoint import Checkpoints, barrier
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.checkpoint_index import barrier
 from meshpar.loop.expert_load import ExpertLoad
 from meshpar.loop.fit import (
     Checkpointer,

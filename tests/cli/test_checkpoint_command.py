@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshpar.loop.checkpoint import Checkpoints, read_index, read_leaf
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.checkpoint_index import read_index, read_leaf
 from tests.loop.test_checkpoint import DAMAGES, make
 
 

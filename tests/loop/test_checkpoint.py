@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.loop import checkpoint
+from meshpar.loop import checkpoint, checkpoint_index, orbax_workarounds
 from meshpar.loop.checkpoint import SET_ASIDE, Checkpoints
 from meshpar.pod import coordination
 from meshpar.sharding.types import tree_leaves_with_paths
@@ -331,7 +331,7 @@ def test_keys_with_dots_and_slashes_stay_separate(tmp_path):
 
 def test_save_rejects_two_arrays_with_the_same_path(tmp_path, setup):
     state = setup.init(0).replace(extra=[{"x": jnp.zeros(8)}, {"y": jnp.zeros(8)}])
-    assert checkpoint._leaves(state).keys() >= {"extra/0/x", "extra/1/y"}
+    assert checkpoint_index.leaves_of(state).keys() >= {"extra/0/x", "extra/1/y"}
     with raises("conflict"):
         Checkpoints(tmp_path).save(state.replace(extra=Twins(jnp.zeros(8), jnp.zeros(8))))
 
@@ -543,7 +543,7 @@ def test_restore_names_the_arrays_that_differ(two_steps, other, words):
 
 @pytest.mark.parametrize(("version", "fix"), [(3, "train again"), (0, "install meshpar")])
 def test_restore_rejects_other_formats(setup, folder, monkeypatch, version, fix):
-    monkeypatch.setattr(checkpoint, "FORMAT", version)
+    monkeypatch.setattr(checkpoint_index, "FORMAT", version)
     with raises("unsupported-version") as error:
         Checkpoints(folder).restore(setup)
     assert "in format 2" in error.value.reason
@@ -630,7 +630,7 @@ def test_unsupported_orbax_is_not_patched(tmp_path, monkeypatch, changed):
 
     monkeypatch.setattr(asyncio_utils, "run_sync", changed)
     with pytest.warns(UserWarning, match=r"orbax .* is not supported"):
-        checkpoint._patch_orbax.__wrapped__()
+        orbax_workarounds.wait_for_failed_writes.__wrapped__()
     assert asyncio_utils.run_sync is changed
 
 
@@ -639,7 +639,7 @@ def test_unsupported_orbax_refuses_s3(monkeypatch):
 
     monkeypatch.setattr(tensorstore_utils, "build_kvstore_tspec", lambda folder: {})
     with raises("unsupported-version"):
-        checkpoint._patch_kvstore.__wrapped__()
+        orbax_workarounds.support_s3.__wrapped__()
 
 
 @pytest.mark.parametrize("store", cases("bucket", grid=["bucket", "gs_bucket"]))
@@ -666,7 +666,7 @@ def test_checkpoints_in_a_bucket_are_kept_and_set_aside(store, request, setup):
         assert checkpoints.steps() == [2, 3]
     with Checkpoints(f"{folder}/{SET_ASIDE}") as checkpoints:
         assert_same(checkpoints.restore(setup).state, values)
-    assert checkpoint.damage_of(folder, 3) is None
+    assert checkpoint_index.damage_of(folder, 3) is None
 
 
 def test_failed_save_is_a_note_on_the_error_of_the_block(tmp_path, setup, full_disk):
@@ -723,7 +723,7 @@ def test_retry_waits_for_the_writers_of_a_failed_save(tmp_path, setup, monkeypat
 # ---- Fingerprints ----------------------------------------------------------------------------------------------------
 
 
-FINGERPRINT = jax.jit(checkpoint._fingerprint)
+FINGERPRINT = jax.jit(checkpoint_index._fingerprint)
 
 
 @settings(max_examples=60)
@@ -768,8 +768,8 @@ def test_restore_of_arrays_without_elements(dtype, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored.opt_state, state.opt_state)
     jax.tree.map(np.testing.assert_array_equal, weights, state.params)
     jax.tree.map(lambda x, y: x.sharding == y.sharding or pytest.fail(str(x)), restored.params, state.params)
-    assert checkpoint.damage_of(tmp_path, 1) is None
-    assert checkpoint.read_leaf(tmp_path, checkpoint.read_index(tmp_path, 1), "params/none").shape == (0, 8)
+    assert checkpoint_index.damage_of(tmp_path, 1) is None
+    assert checkpoint_index.read_leaf(tmp_path, checkpoint_index.read_index(tmp_path, 1), "params/none").shape == (0, 8)
     step(restored, np.ones((8, 8), np.float32))
 
 

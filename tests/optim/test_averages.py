@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.loop.checkpoint import read_index, read_leaf
+from meshpar.loop.checkpoint_index import read_index, read_leaf
 from meshpar.optim.averages import schedule_free_iterate, schedule_free_of
 from tests.equal import mesh_of
 from tests.errors import raises

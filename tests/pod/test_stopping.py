@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.loop.checkpoint import Checkpoints, read_index
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.checkpoint_index import read_index
 from tests.pod.pods import METRICS, free_port, losses
 from tests.pod.test_multihost import RECIPE
 from tests.training_process import Runs

@@ -17,7 +17,8 @@ import pytest
 import meshpar as mp
 from meshpar.runs.training_run import run
 from meshpar.data import ArrayData
-from meshpar.loop.checkpoint import Checkpoints, read_index
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.checkpoint_index import read_index
 from tests.pod import pods
 from tests.pod.test_multihost import RECIPE
 from tests.errors import raises
