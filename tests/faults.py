@@ -480,7 +480,7 @@ FAULTS = (
     Fault("tensor axes cross nodes in plans", "planner/search.py",
         "max_size = self.cluster.gpus_per_node if axis in inside_node else num_devices", "max_size = num_devices",
         "planner/test_plan.py -k inside_a_node"),
-    Fault("schedules with other pairs are equal", "schedules/schedule.py",
+    Fault("schedules with other pairs are equal", "schedules/table.py",
         "arrays = (self.table, self.parts, self.joined)", "arrays = (self.table, self.parts)",
         "schedules/test_schedules.py -k equality"),
 )  # fmt: skip
