@@ -29,7 +29,7 @@ SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/pa
     tests/training/test_state.py tests/training/test_step.py tests/layers/test_precision.py \
     tests/loop/test_checkpoint.py tests/loop/test_fit.py
 
-.PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types notebooks programs constraints clean
+.PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types docs notebooks programs constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
@@ -67,6 +67,9 @@ format: $(VENV)/.dev ## ruff: mend what can be mended
 
 types: $(VENV)/.dev ## mypy
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev ## the site of docs/ and the API reference, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 notebooks: $(VENV)/.dev ## run the notebooks again and keep their outputs
 	$(BIN)/python tests/test_notebooks.py

@@ -20,7 +20,6 @@ from meshpar.sharding.lazy_imports import TYPE_CHECKING, lazy
 if TYPE_CHECKING:
     from meshpar import bench, collectives, data, inspect, interop, models, moe, optim, pipeline, planner, plots
     from meshpar.inspect.explain import explain
-    from meshpar.inspect.report import Report
     from meshpar.layers.losses import MeanLoss, SumLoss
     from meshpar.layers.precision import Precision
     from meshpar.layers.scan import Aux, scan_layers
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from meshpar.optim.orthogonalized import muon
     from meshpar.parallel import (
         Quantize,
-        Strategy,
         context_parallel,
         custom,
         ddp,
@@ -52,19 +50,19 @@ if TYPE_CHECKING:
     from meshpar.runs.training_run import run
     from meshpar.sharding.adapters.functions import from_functions
     from meshpar.sharding.adapters.linen import from_linen
-    from meshpar.sharding.adapters.model import Model, explicit
+    from meshpar.sharding.adapters.model import explicit
     from meshpar.sharding.adapters.nnx import from_nnx
     from meshpar.sharding.context import constrain, use_rules
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
-    from meshpar.sharding.types import Decision, Leaf, MeshparError
+    from meshpar.sharding.types import MeshparError
     from meshpar.training.earlier_steps import check_finite
     from meshpar.training.eval_params import ema_params, eval_params
     from meshpar.training.expert_rebalancing import rebalance_experts
-    from meshpar.training.lora import Lora, lora
+    from meshpar.training.lora import lora
     from meshpar.training.options import StepOptions
-    from meshpar.training.sharding_table import ShardingTable, shardings
-    from meshpar.training.state import TrainState, abstract_state, init_state, load_params
+    from meshpar.training.sharding_table import shardings
+    from meshpar.training.state import abstract_state, init_state, load_params
     from meshpar.training.step import eval_step, train_step
 
 __version__ = "0.1.0"
@@ -73,13 +71,12 @@ __getattr__, __dir__ = lazy(__name__)
 select_cpu_without_nvidia()
 
 __all__ = [
-    "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model",
-    "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "StepOptions",
-    "Strategy", "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "check_finite", "collectives",
-    "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_params", "eval_step",
-    "expert_parallel", "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp",
-    "hooks", "hsdp", "init_state", "inspect", "interop", "load_params", "lora", "models", "moe", "muon", "names",
-    "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated", "run",
-    "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2",
-    "zero3",
+    "AdamW", "Aux", "Checkpoints", "MeanLoss", "MeshSpec", "MeshparError", "Muon", "Optax", "Precision", "Quantize",
+    "Recipe", "Rules", "Sample", "StepOptions", "SumLoss", "__version__", "abstract_state", "bench", "check_finite",
+    "collectives", "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_params",
+    "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx",
+    "fsdp", "hooks", "hsdp", "init_state", "inspect", "interop", "load_params", "lora", "models", "moe", "muon",
+    "names", "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts", "replicated",
+    "run", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use_rules", "verify", "zero1",
+    "zero2", "zero3",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from flax import linen as nn
 
 import meshpar as mp
 from meshpar.data import ArrayData
+from meshpar.sharding.adapters.model import Model
 
 NUM_PIXELS, NUM_DIGITS = 64, 10
 
@@ -54,7 +55,7 @@ class ClassifierConfig:
     num_layers: int = 2
     """Number of hidden layers."""
 
-    def build(self) -> mp.Model:
+    def build(self) -> Model:
         pixels = jax.ShapeDtypeStruct((48, NUM_PIXELS), jnp.float32)  # a batch size that common meshes divide
         return mp.from_linen(Classifier(**dataclasses.asdict(self)), pixels)
 

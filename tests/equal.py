@@ -15,6 +15,8 @@ from flax.nnx import bridge
 import meshpar as mp
 from meshpar.layers.losses import scalar
 from meshpar.models import Transformer, TransformerConfig, next_token_loss
+from meshpar.parallel.strategy import Strategy
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import TrainState, make_setup
 from tests.linen_decoder import linen_model
@@ -49,7 +51,7 @@ def linen_decoder(cfg: TransformerConfig) -> nn.Module:
     return bridge.to_linen(Transformer, cfg)
 
 
-def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.Model:
+def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> Model:
     decoder = cfg.build()
     if framework == "nnx":
         return decoder
@@ -81,7 +83,7 @@ def mean_loss(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def train(
-    model: mp.Model, batches: list[dict[str, Any]], spec: mp.MeshSpec, strategy: Any,
+    model: Model, batches: list[dict[str, Any]], spec: mp.MeshSpec, strategy: Any,
     *, start: TrainState | None = None, params: Any = None, loss: Any = next_token_loss, tx: Any = None,
     trainable: Any = None, **options: Any,
 ) -> Trained:  # fmt: skip
@@ -117,7 +119,7 @@ def _on_one_device(framework: str, fields: tuple[tuple[str, Any], ...], same: tu
 
 
 def equals_one_device(
-    spec: mp.MeshSpec, strategy: mp.Strategy, *, framework: str = "nnx", fields: Any = (), same: Any = (),
+    spec: mp.MeshSpec, strategy: Strategy, *, framework: str = "nnx", fields: Any = (), same: Any = (),
     atol: float = 1e-9, **options: Any,
 ) -> tuple[Trained, Trained]:  # fmt: skip
     """Compare metrics, parameters and variables of a decoder trained in float64 on a mesh and on a single device.

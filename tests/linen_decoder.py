@@ -15,6 +15,7 @@ from meshpar.layers.precision import NamedDot
 from meshpar.models import TransformerConfig, layers
 from meshpar.models.transformer import embedding_init, rope_of
 from meshpar.sharding.activations import module_prefix
+from meshpar.sharding.adapters.model import Model
 
 
 def linear(cfg: TransformerConfig, name: str, outputs: Any, names: tuple[str, ...], axis: Any = -1) -> nn.DenseGeneral:
@@ -102,5 +103,5 @@ class Decoder(nn.Module):
         return linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
 
 
-def linen_model(cfg: TransformerConfig, batch_size: int, seq_len: int) -> mp.Model:
+def linen_model(cfg: TransformerConfig, batch_size: int, seq_len: int) -> Model:
     return mp.from_linen(Decoder(cfg), jax.ShapeDtypeStruct((batch_size, seq_len), np.int32))

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.constraints import with_layout
 
 MESH = mp.MeshSpec(fsdp=-1).build()
@@ -41,7 +42,7 @@ class Linen(nn.Module):
         return nn.Dense(16)(nn.relu(nn.Dense(32, kernel_init=init)(x)))
 
 
-def _functions(apply=lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]) -> mp.Model:
+def _functions(apply=lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]) -> Model:
     def init(key):
         return {"up": jax.random.normal(key, (16, 32)), "down": jnp.ones((32, 16))}
 
@@ -70,7 +71,7 @@ def _loss(model, batch, key):
     return mp.MeanLoss(errors.sum(), errors.size), {}
 
 
-def _trained(model: mp.Model, mesh: jax.sharding.Mesh, folder=None) -> list[float]:
+def _trained(model: Model, mesh: jax.sharding.Mesh, folder=None) -> list[float]:
     """Train for two steps, save and restore the state if there is a folder, and return all losses."""
     table = mp.shardings(model, mesh, FSDP)
     state = mp.init_state(model, optax.adam(1e-2), mesh=mesh, strategy=FSDP, key=0)
@@ -171,7 +172,7 @@ def test_model_and_step_calls_work_in_every_context(kind, name):
             assert float(jax.jit(lambda x: step(state, x)[1]["loss"])(sharded)) == pytest.approx(loss)
 
 
-def _typed() -> mp.Model:
+def _typed() -> Model:
     def apply(params, x):
         assert jax.typeof(x).sharding.spec[0] == jax.typeof(params["up"]).sharding.spec[0] == "fsdp"
         up, down = (jax.sharding.reshard(params[name], P()) for name in ("up", "down"))

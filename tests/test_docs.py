@@ -1,7 +1,8 @@
-"""README.md and docs/: Python blocks run, and links lead to files. Commands are run by `test_commands.py`."""
+"""README.md and docs/: Python blocks run, links lead to files, error codes have descriptions."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -36,6 +37,14 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_pages_are_short(page: Path) -> None:
     """A reader goes through a page in one sitting: at most 200 lines of README and 250 of the other pages."""
     assert len(page.read_text().splitlines()) <= (200 if page.stem == "README" else 250)
+
+
+def test_error_codes_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    reference = importlib.import_module("reference")
+    assert reference.raised_codes().keys() == reference.error_codes().keys()
+    assert all(entry.keys() == {"cause", "fix"} for entry in reference.error_codes().values())
 
 
 @pytest.mark.matrix

@@ -43,7 +43,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_dependencies_are_pinned_to_matching_versions(python: str) -> None:
     pinned = pins(python)
-    for extra in ("", "aot", "recipes", "notebooks", "dev"):
+    for extra in ("", "aot", "recipes", "notebooks", "docs", "dev"):
         for text in PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]:
             requirement = Requirement(text)
             if requirement.name != "meshpar":

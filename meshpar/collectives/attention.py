@@ -149,6 +149,14 @@ def ring_attention(
         support the options.
 
     Sources: Liu et al. 2023, "Ring Attention"; Brandon et al. 2023, "Striped Attention", for the balanced order.
+
+    Example:
+      >>> def attend(q, k, v):
+      ...     return mp.collectives.ring_attention(q, k, v, axis="fsdp", order="contiguous")
+      >>> f = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "fsdp"), out_specs=P(None, "fsdp"), check_vma=False)
+      >>> q = jnp.ones((1, 16, 2, 8))
+      >>> jax.jit(f)(q, q, q).shape
+      (1, 16, 2, 8)
     """
     where = "ring_attention"
     num_ranks = ranks_of(where, axis)

@@ -73,12 +73,11 @@ def all_reduce(
         to the algorithm, or the cluster for "auto" is unknown.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> f = jax.shard_map(lambda x: all_reduce(x, axis="data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-      >>> bool((jax.jit(f)(jnp.ones(mesh.size)) == mesh.size).all())
-      True
+      >>> def sums(x):
+      ...     return mp.collectives.all_reduce(x, axis="fsdp", algorithm="ring")
+      >>> f = jax.shard_map(sums, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+      >>> jax.jit(f)(jnp.arange(4.0))
+      Array([6., 6., 6., 6.], dtype=float32)
     """
     num_ranks = ranks_of("all_reduce", axis)
     check_choice("all_reduce", "the algorithm", (*ALGORITHMS, AUTO), algorithm=algorithm)

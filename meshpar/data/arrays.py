@@ -24,7 +24,15 @@ Arrays: TypeAlias = Mapping[str, Shaped[np.ndarray, "examples ..."]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ArrayData:
-    """Named arrays with the same number of examples, split into a training set and a validation set."""
+    """Named arrays with the same number of examples, split into a training set and a validation set.
+
+    Example:
+      >>> data = mp.data.ArrayData(arrays={"x": np.arange(100.0), "y": np.arange(100)})
+      >>> source = data.open(batch_size=8, seed=0)
+      >>> with source.train() as batches:
+      ...     print(next(iter(batches))["x"].shape)
+      (8,)
+    """
 
     arrays: Arrays | Callable[[], Arrays] = dataclasses.field(repr=False)
     """The examples, or a function that loads them when the data is opened."""

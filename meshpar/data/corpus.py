@@ -26,7 +26,13 @@ _DEFAULT_FILES = (STDLIB,)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Text files, split into training and validation documents, tokenized, and cut into windows of `seq_len` tokens."""
+    """Text files, split into training and validation documents, tokenized, and cut into windows of `seq_len` tokens.
+
+    Example:
+      >>> data = mp.data.TextData(files=("notes/", "logs/**/*.jsonl"), tokenizer="tokenizer.json", seq_len=1024)
+      >>> data.batch_shapes(8)["inputs"].shape
+      (8, 1024)
+    """
 
     files: Mapping[str, tuple[str, ...]] | tuple[str, ...] = _DEFAULT_FILES
     """Files, globs, folders of .txt/.py/.md/.jsonl/.parquet, or `stdlib`: the source of Python's standard library.

@@ -90,7 +90,7 @@ def choose(
         links of the local devices are unknown.
 
     Example:
-      >>> choose("all_reduce", 25e6, 8, cluster="h100:1x8").algorithm
+      >>> mp.collectives.choose("all_reduce", 25e6, 8, cluster="h100:1x8").algorithm
       'xla'
     """
     check_choice("choose", "a kernel with several algorithms", tuple(KERNELS), kernel=kernel)

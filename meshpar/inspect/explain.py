@@ -116,15 +116,15 @@ def explain(
       PodError: the compiler failed.
 
     Example:
-      >>> report = mp.explain(step, state, batch, "h100:8x8")  # doctest: +SKIP
-      >>> print(report)  # doctest: +SKIP
-      >>> report.is_as_expected, report.memory.fits  # doctest: +SKIP
-      (True, True)
+      >>> report = mp.explain(mp.train_step(loss_fn), state, batch)
+      >>> report.is_as_expected
+      True
 
-      >>> mesh = mp.MeshSpec(tensor=8).build()
+      A function instead of a step:
+
+      >>> sharding = jax.NamedSharding(mesh, P(None, "tensor")), jax.NamedSharding(mesh, P("tensor", None))
       >>> x, w = jax.ShapeDtypeStruct((64, 256), np.float32), jax.ShapeDtypeStruct((256, 512), np.float32)
-      >>> shardings = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P("tensor", None))
-      >>> report = mp.explain(jnp.matmul, x, w, in_shardings=shardings)
+      >>> report = mp.explain(jnp.matmul, x, w, in_shardings=sharding)
       >>> {(sent.collective.kind, *sent.collective.axes) for sent in report.collectives}
       {('all-reduce', 'tensor')}
     """

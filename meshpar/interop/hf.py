@@ -112,7 +112,9 @@ def from_hf(
         tensor is missing, unexpected, or has a wrong shape or an unknown dtype; a sharded dim is not divisible.
 
     Example:
-      >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
+      >>> config, state = mp.interop.from_hf(  # doctest: +SKIP
+      ...     "Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5)
+      ... )
     """
     with checked_files(folder) as (files, described):
         param_dtype = dtype or widest(files, described)
@@ -496,6 +498,9 @@ def to_hf(
 
     Raises:
       ValueError: the folder already exists, no family supports the config, or the parameters do not match it.
+
+    Example:
+      >>> mp.interop.to_hf(state, config, "finetuned")  # doctest: +SKIP
     """
     if not isinstance(state, TrainState) and any(of_pair(path) for path, _ in tree_leaves_with_paths(state)):
         reason, fix = "the parameters do not include the scale of the adapters", "pass the TrainState"

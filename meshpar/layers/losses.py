@@ -63,8 +63,9 @@ class MeanLoss:
 class SumLoss:
     """A sum over the global batch.
 
-    >>> def loss_fn(model, batch, key):
-    ...     return mp.SumLoss(((model(batch["x"]) - batch["y"]) ** 2).sum()), {}
+    Example:
+      >>> def loss_fn(model, batch, key):
+      ...     return mp.SumLoss(((model(batch["x"]) - batch["y"]) ** 2).sum()), {}
     """
 
     total: jax.Array

@@ -34,7 +34,8 @@ class Precision:
     """The dtypes of a training step, as names such as "float32" or "bfloat16".
 
     Example:
-      >>> Precision(compute="bfloat16").reduce_dtype("bfloat16").name
+      >>> step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
+      >>> mp.Precision(compute="bfloat16").reduce_dtype("bfloat16").name
       'float32'
     """
 

@@ -34,6 +34,14 @@ class Aux(NamedTuple):
       - all other metrics are computed per microbatch, as usual.
 
     The results equal those of a scan if losses and metrics are means over examples, or counts.
+
+    Example:
+      >>> def layer(x, w):
+      ...     y = jnp.tanh(x @ w)
+      ...     return y, mp.Aux(loss=1e-3 * jnp.square(y).mean(), metrics={"positive": (y > 0).mean()})
+      >>> y, aux = mp.scan_layers(layer, jnp.ones((2, 4)), jnp.ones((3, 4, 4)))
+      >>> aux.metrics["positive"].shape
+      (3,)
     """
 
     loss: jax.Array
@@ -229,9 +237,9 @@ def scan_layers(
 
     Example:
       >>> weights = jnp.asarray([2.0, 3.0, 5.0])
-      >>> scan_layers(lambda x, w: x * w, jnp.float32(1), weights)
+      >>> mp.scan_layers(lambda x, w: x * w, jnp.float32(1), weights)
       Array(30., dtype=float32)
-      >>> y, aux = scan_layers(lambda x, w: (x * w, Aux(w, {})), jnp.float32(1), weights)
+      >>> y, aux = mp.scan_layers(lambda x, w: (x * w, mp.Aux(w, {})), jnp.float32(1), weights)
       >>> float(aux.loss)
       10.0
     """

@@ -85,10 +85,12 @@ class Checkpoints:
       keep: the number of newest checkpoints to keep.
 
     Example:
-      with mp.Checkpoints("runs/gpt/checkpoints", keep=3) as checkpoints:
-          restored = checkpoints.restore(state)
-          state = restored.state if restored else state
-          checkpoints.save(state)
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder, mp.Checkpoints(folder, keep=3) as checkpoints:
+      ...     is_saved = checkpoints.save(state)
+      ...     restored = checkpoints.restore(state)
+      >>> int(restored.state.step)
+      0
     """
 
     def __init__(self, folder: Any, *, keep: int = 3) -> None:

@@ -95,7 +95,16 @@ class FitResult:
 
 
 class Hook:
-    """Base class of the hooks of `fit`. The methods do nothing by default."""
+    """Base class of the hooks of `fit`. The methods do nothing by default.
+
+    Example:
+      >>> class PrintLoss(mp.hooks.Hook):
+      ...     def on_record(self, run, record):
+      ...         print(f"step {record.step}: {record.loss:.2f}")
+      >>> result = mp.fit(mp.train_step(loss_fn), state, [batch] * 2, steps=2, hooks=[PrintLoss()])
+      step 1: ...
+      step 2: ...
+    """
 
     order = 0
     """Hooks are called in this order, then in the order of the list. `Checkpointer` has 1 and `Preemption` 2."""
@@ -326,9 +335,10 @@ def fit(
         returns a result instead.
 
     Example:
-      step = mp.train_step(loss_fn)
-      result = mp.fit(step, state, batches, steps=1000, hooks=[ProgressBar(), Checkpointer(checkpoints, every=100)])
-      print(result.last.loss)
+      >>> validator = mp.hooks.Validator(mp.eval_step(loss_fn), [batch], every=2)
+      >>> result = mp.fit(mp.train_step(loss_fn), state, [batch] * 3, steps=3, hooks=[validator])
+      >>> result.step
+      3
     """
     if isinstance(step, TrainState) or not callable(step) or not hasattr(state, "step"):
         reason = f"the first argument is a {type(step).__name__}, the second a {type(state).__name__}"
@@ -423,6 +433,9 @@ class Checkpointer(Hook):
       every: steps between two saves; None saves at the end only.
       retries: number of consecutive failed saves that do not stop the run.
       before_save: function to call before each save, when the records up to the checkpoint have been handled.
+
+    Example:
+      >>> checkpointer = mp.hooks.Checkpointer(mp.Checkpoints("run/checkpoints", keep=3), every=100)
     """
 
     order = 1
@@ -481,6 +494,11 @@ class Validator(Hook):
       every: steps between two validations; None validates after the last step only.
       of: function from the training state to the state to evaluate, such as `mp.eval_params`.
       weights: weights of the entries of a mapping, with the sum 1.
+
+    Example:
+      >>> validator = mp.hooks.Validator(
+      ...     mp.eval_step(loss_fn), {"web": [batch], "code": [batch]}, every=100, weights={"web": 0.7, "code": 0.3}
+      ... )
     """
 
     def __init__(

@@ -36,6 +36,9 @@ class MetricsFile(Hook):
     Args:
       path: the file. Its folder is created if necessary.
       also: function from a record to additional values for the line of a step: numbers, or lists and dicts of numbers.
+
+    Example:
+      >>> metrics_file = mp.hooks.MetricsFile("run/metrics.jsonl", also=lambda record: {"epoch": record.step // 100})
     """
 
     def __init__(

@@ -23,6 +23,9 @@ class ProgressBar(Hook):
       stream: the output stream; standard output by default.
       every_s: seconds between two plain lines.
       also: function from the last record to additional texts.
+
+    Example:
+      >>> progress_bar = mp.hooks.ProgressBar(every_s=60)
     """
 
     def __init__(

@@ -205,8 +205,8 @@ def verify(
       ValueError: the model fails or has no finite loss on a single device, or `dtype` or `case` is invalid.
 
     Example:
-      report = mp.verify(model, loss, batch, cases=10)
-      assert report.ok, report
+      >>> outcomes = mp.verify(model, loss_fn, batch, cases=10)  # doctest: +SKIP
+      >>> assert outcomes.ok, outcomes  # doctest: +SKIP
     """
     check_choice("verify", "the dtype of the computation", tuple(TOLERANCE), dtype=dtype)
     deadline_s = math.inf if time_s is None else time.monotonic() + time_s

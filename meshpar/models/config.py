@@ -16,6 +16,14 @@ class TransformerConfig(Architecture):
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU, as in Llama.
 
     The fields are those of `Architecture`.
+
+    Example:
+      >>> config = mp.models.TransformerConfig(
+      ...     vocab_size=256, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64
+      ... )
+      >>> model = config.build()
+      >>> config.num_params
+      34976
     """
 
     def build(self) -> Model:

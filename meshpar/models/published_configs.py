@@ -20,7 +20,13 @@ from meshpar.moe.routing import Routing
 
 
 def llama3_8b(**changes: Any) -> TransformerConfig:
-    """Return the config of Llama 3.1 8B, with 8,030,261,248 parameters."""
+    """Return the config of Llama 3.1 8B, with 8,030,261,248 parameters.
+
+    Example:
+      >>> config = mp.models.llama3_8b(attention="cudnn", vocab_chunk=8192)
+      >>> f"{config.num_params:,}"
+      '8,030,261,248'
+    """
     return _llama3(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14_336, changes=changes)
 
 

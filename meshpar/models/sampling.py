@@ -59,8 +59,8 @@ def generate(
     Example:
       >>> def sample(state, prompt, key):
       ...     with mp.use_rules(mesh, strategy):
-      ...         return generate(state.bound(), prompt, config=cfg, num_tokens=100, key=key)
-      >>> tokens = jax.jit(sample)(state, prompt, key)
+      ...         return mp.models.generate(state.bound(), prompt, config=config, num_tokens=100, key=key)
+      >>> tokens = jax.jit(sample)(state, prompt, key)  # doctest: +SKIP
     """
     vocab = config.vocab_size
     for is_valid, argument, reason, code in (

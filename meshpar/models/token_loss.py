@@ -43,7 +43,8 @@ def next_token_loss(
       targets with the largest logit; with `z_loss` also `nats`, the cross entropy without the z-loss.
 
     Example:
-      >>> step = mp.train_step(functools.partial(next_token_loss, z_loss=1e-4))
+      >>> import functools
+      >>> step = mp.train_step(functools.partial(mp.models.next_token_loss, z_loss=1e-4))
     """
     del key
     if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= batch.keys():

@@ -63,6 +63,11 @@ def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 
 
     Raises:
       ValueError: the loads are invalid, or the numbers of experts, groups and ranks do not divide each other.
+
+    Example:
+      >>> placement = mp.moe.place([9, 8, 2, 1], num_ranks=2)
+      >>> placement.before, placement.after
+      ((17.0, 3.0), (10.0, 10.0))
     """
     try:
         loads = np.asarray(loads)

@@ -123,7 +123,7 @@ def grouped_matmul(
 
     Example:
       >>> rows, weights = jnp.ones((5, 2)), jnp.stack([jnp.ones((2, 3)), 2 * jnp.ones((2, 3))])
-      >>> grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0].tolist()
+      >>> mp.moe.grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0].tolist()
       [2.0, 2.0, 4.0, 4.0, 4.0]
     """
     _check_operands(rows, weights, group_sizes)

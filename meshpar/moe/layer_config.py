@@ -26,11 +26,12 @@ class MoEConfig:
     """Experts, routing, balancing and dispatch of an MoE layer with SwiGLU experts.
 
     Example:
-      >>> mixtral = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.00125)
+      >>> routing = mp.moe.Routing(num_experts=8, top_k=2)
+      >>> mixtral = mp.moe.MoEConfig(routing=routing, mlp_dim=14_336, auxiliary_weight=0.00125)
       >>> f"{mixtral.num_params(4096):,}"
       '1,409,318,912'
-      >>> routing = Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4)
-      >>> deepseek_v3 = MoEConfig(routing=routing, mlp_dim=2048, shared_experts=1, bias_rate=1e-3)
+      >>> routing = mp.moe.Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4)
+      >>> deepseek_v3 = mp.moe.MoEConfig(routing=routing, mlp_dim=2048, shared_experts=1, bias_rate=1e-3)
     """
 
     routing: Routing

@@ -130,6 +130,12 @@ def loads(metrics: Mapping[str, Any]) -> Loads | None:
 
     Raises:
       ValueError: some of the metrics are missing.
+
+    Example:
+      >>> metrics = {"moe/load": np.array([[6, 2]]), "moe/rank_load": np.array([[6, 2]])}
+      >>> metrics |= {"moe/drop_rate": np.zeros(1), "moe/router_entropy": np.ones(1)}
+      >>> mp.moe.loads(metrics).experts.max_over_mean.tolist()
+      [1.5]
     """
     if "moe/load" not in metrics:
         return None

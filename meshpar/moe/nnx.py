@@ -55,13 +55,13 @@ class MoE(nnx.Module):
       ValueError: `embed_dim`, `config` or `param_dtype` is invalid.
 
     Example:
-      >>> from meshpar.moe import Routing, report_layers
-      >>> config = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=32, auxiliary_weight=0.01)
-      >>> layer = MoE(16, config, rngs=nnx.Rngs(0))
-      >>> y, stats = layer(jnp.ones((2, 4, 16)))
+      >>> routing = mp.moe.Routing(num_experts=8, top_k=2)
+      >>> config = mp.moe.MoEConfig(routing=routing, mlp_dim=32, auxiliary_weight=0.01)
+      >>> layer = mp.moe.MoE(16, config, rngs=nnx.Rngs(0))
+      >>> y, stats = nnx.jit(layer)(jnp.ones((2, 4, 16)))
       >>> y.shape, int(stats.load.sum())
       ((2, 4, 16), 16)
-      >>> report_layers(stats, config)  # adds the auxiliary loss and the load metrics to a training step
+      >>> mp.moe.report_layers(stats, config)  # adds the auxiliary loss and the load metrics to a training step
     """
 
     adapted = ("gate", "up", "down", *SHARED)

@@ -41,6 +41,10 @@ class Routing:
     Mixtral is `Routing(num_experts=8, top_k=2)`; DeepSeek-V3 is `Routing(num_experts=256, top_k=8, score="sigmoid",
     scale=2.5, groups=8, top_groups=4)` with a bias; Switch is `Routing(num_experts=64, top_k=1, normalize=False,
     capacity_factor=1.25)`.
+
+    Example:
+      >>> mixtral = mp.moe.Routing(num_experts=8, top_k=2)
+      >>> switch = mp.moe.Routing(num_experts=64, top_k=1, normalize=False, capacity_factor=1.25)
     """
 
     num_experts: int
@@ -144,6 +148,11 @@ def route(
     Raises:
       ValueError: logits are not floating-point numbers [T, E], or the mask not booleans [T]; the bias is not [E], or is
         used with choice="expert".
+
+    Example:
+      >>> routed = mp.moe.route(jnp.array([[1.0, 3.0, 2.0]]), mp.moe.Routing(num_experts=3, top_k=2))
+      >>> routed.experts.tolist()
+      [[1, 2]]
     """
     num_experts = routing.num_experts
     check_array("route", "logits", logits, "...")
@@ -196,7 +205,7 @@ def capacity(tokens: int, routing: Routing) -> int:
       ValueError: `tokens` is not an integer of at least 0.
 
     Example:
-      >>> capacity(64, Routing(num_experts=8, top_k=2, capacity_factor=1.25))
+      >>> mp.moe.capacity(64, mp.moe.Routing(num_experts=8, top_k=2, capacity_factor=1.25))
       20
     """
     check_int("capacity", "the number of tokens of a device", tokens=tokens)
@@ -223,7 +232,7 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
       ValueError: `experts` are not integers, or `capacity` or `num_experts` is out of range.
 
     Example:
-      >>> slot, is_kept = kept(jnp.array([[0, 1], [0, 2], [0, 1]]), capacity=2, num_experts=4)
+      >>> slot, is_kept = mp.moe.kept(jnp.array([[0, 1], [0, 2], [0, 1]]), capacity=2, num_experts=4)
       >>> slot.tolist(), is_kept.tolist()
       ([[0, 0], [1, 0], [2, 1]], [[True, True], [True, True], [False, True]])
     """
@@ -251,6 +260,10 @@ def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
 
     Raises:
       ValueError: `experts` are not integers, or `num_experts` is not positive.
+
+    Example:
+      >>> mp.moe.count(jnp.array([[0, 2], [2, 1]]), 4).tolist()
+      [1, 1, 2, 0]
     """
     check_array("count", "experts", experts, "...", "integer")
     check_positive_int("count", "the number of experts", num_experts=num_experts)

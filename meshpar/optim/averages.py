@@ -43,8 +43,9 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging", which uses equal weights.
 
     Example:
-      >>> state = init_state(model, ema(optax.adamw(3e-4), 0.999), ...)  # doctest: +SKIP
-      >>> eval_step(loss)(ema_params(state), batch)  # doctest: +SKIP
+      >>> tx = mp.ema(optax.adamw(3e-4), 0.999)
+      >>> state = mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0)
+      >>> metrics = mp.eval_step(loss_fn)(mp.ema_params(state), batch)
     """
     tx = optax.with_extra_args_support(checked("ema", tx))
     is_wrong = isinstance(decay, bool) or not (isinstance(decay, int | float) and 0 <= decay < 1)

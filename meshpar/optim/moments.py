@@ -48,6 +48,9 @@ def offload_state(tx: optax.GradientTransformation) -> optax.GradientTransformat
       ValueError: `tx` is not an optimizer.
 
     Source: Ren et al. 2021, "ZeRO-Offload", which computes the update on the host, too.
+
+    Example:
+      >>> tx = mp.optim.offload_state(optax.adam(1e-3))
     """
     tx = optax.with_extra_args_support(checked("offload_state", tx))
 
@@ -158,6 +161,12 @@ def low_precision_moments(tx: optax.GradientTransformation, dtype: str) -> optax
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.3: both moments of AdamW in bfloat16. Dettmers
     et al. 2022, "8-bit Optimizers via Block-wise Quantization": levels that are denser near zero, scales by block.
+
+    Example:
+      >>> tx = mp.optim.low_precision_moments(optax.adam(1e-3), "bfloat16")
+      >>> state = mp.abstract_state(model, tx, mesh=mesh, strategy=strategy)
+      >>> sorted({x.dtype.name for x in jax.tree.leaves(state.opt_state)})
+      ['bfloat16', 'int32']
     """
     if dtype not in DTYPES:
         where, reason = f"low_precision_moments(dtype={dtype!r})", f"the dtypes are {', '.join(DTYPES)}"

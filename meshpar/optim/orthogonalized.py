@@ -123,6 +123,10 @@ def muon(
       ValueError: the dimension numbers do not describe a matrix. Raised by `init`.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+
+    Example:
+      >>> tx = mp.muon(0.02)
+      >>> state = mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0)
     """
     transform = optax.contrib.scale_by_muon(
         ns_coeffs, ns_steps, beta=0.0, eps=eps, nesterov=False, preconditioning=preconditioning,  # type: ignore[arg-type]

@@ -86,8 +86,9 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> optax.GradientTrans
     Source: Zamirai et al. 2020, "Revisiting BFloat16 Training", section 4.
 
     Example:
-      >>> tx = stochastic_rounding(optax.adamw(1e-5))
-      >>> state = init_state(model, tx, precision=mp.Precision(params="bfloat16"), ...)  # doctest: +SKIP
+      >>> tx = mp.optim.stochastic_rounding(optax.adamw(1e-5))
+      >>> precision = mp.Precision(params="bfloat16")
+      >>> state = mp.abstract_state(model, tx, mesh=mesh, strategy=strategy, precision=precision)
     """
     tx = optax.with_extra_args_support(checked("stochastic_rounding", tx))
 

@@ -39,7 +39,7 @@ def per_layer(tx: optax.GradientTransformation, names: Mapping[str, Names | None
       ValueError: `tx` is not an optimizer.
 
     Example:
-      >>> tx = per_layer(optax.lamb(1e-3), model.names())  # doctest: +SKIP
+      >>> tx = mp.optim.per_layer(optax.lamb(1e-3), model.names())
     """
     tx = checked("per_layer", tx)
 

@@ -62,6 +62,10 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
 
     Raises:
       MeshparError: if the first dim of a leaf is not divisible by the number of batch shards.
+
+    Example:
+      >>> mp.shard_batch(batch, mesh, strategy)["x"].sharding.spec
+      P(('data', 'fsdp', 'expert'),)
     """
     sharding, rules = batch_sharding(mesh, strategy), as_strategy(strategy).activations
     check_batch(batch, sharding, rules)

@@ -162,7 +162,7 @@ def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
       MeshparError: `axis` is not a name, or `kind` is unknown.
 
     Example:
-      >>> rules = context_parallel(kind="all-to-all").activations
+      >>> rules = mp.context_parallel(kind="all-to-all").activations
       >>> {name: rules.name_rule(name).value for name in ("seq", "attn_seq", "attn_heads")}
       {'seq': 'context', 'attn_seq': None, 'attn_heads': 'context'}
     """

@@ -40,7 +40,7 @@ def ddp() -> Strategy:
     Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 
     Example:
-      >>> ddp().params, ddp().activations.name_rule("batch").value == ("data", "fsdp", "expert")
+      >>> mp.ddp().params, mp.ddp().activations.name_rule("batch").value == ("data", "fsdp", "expert")
       (Rules(), True)
     """
     return Strategy((Data(),))

@@ -88,7 +88,7 @@ def expert_parallel(*, axis: Axes = "expert") -> Strategy:
       MeshparError: `axis` is not a mesh axis.
 
     Example:
-      >>> expert_parallel().params
+      >>> mp.expert_parallel().params
       Rules(expert='expert')
     """
     return Strategy((Expert(axis),))

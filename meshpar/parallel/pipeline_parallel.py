@@ -51,7 +51,7 @@ def pipeline_parallel(
       MeshparError: an argument is invalid, or the schedule does not support these numbers.
 
     Example:
-      >>> pipeline_parallel(stages=4, microbatches=16, schedule="zb-h1")
+      >>> mp.pipeline_parallel(stages=4, microbatches=16, schedule="zb-h1")
       pipeline_parallel(stages=4, microbatches=16, schedule='zb-h1')
     """
     part = Pipeline(

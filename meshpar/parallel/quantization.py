@@ -20,7 +20,8 @@ class Quantize:
       MeshparError: a field is invalid, or weights and gradients are both None.
 
     Example:
-      >>> Quantize(gradients=None, block=128).literal
+      >>> strategy = mp.fsdp(quantize=mp.Quantize(gradients=None, block=128))
+      >>> mp.Quantize(gradients=None, block=128).literal
       {'gradients': None, 'block': 128}
     """
 

@@ -322,7 +322,7 @@ def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules 
       MeshparError: an argument is not a `Rules`.
 
     Example:
-      >>> custom(params=Rules(), grads=Rules(embed="fsdp"), optimizer=Rules(embed="fsdp")).grads
+      >>> mp.custom(params=mp.Rules(), grads=mp.Rules(embed="fsdp"), optimizer=mp.Rules(embed="fsdp")).grads
       Rules(embed='fsdp')
     """
     one = Custom(params=params, grads=grads, optimizer=optimizer)
@@ -373,7 +373,7 @@ def parse_strategy(text: str) -> Strategy:
     """Parse an expression such as "fsdp() | tensor_parallel(sequence=True)". Parentheses are optional.
 
     Example:
-      >>> parse_strategy("fsdp | tensor_parallel(sequence=True)")
+      >>> mp.parallel.parse_strategy("fsdp | tensor_parallel(sequence=True)")
       fsdp() | tensor_parallel(sequence=True)
     """
     try:

@@ -58,7 +58,7 @@ def tensor_parallel(*, sequence: bool = False, axis: str = "tensor") -> Strategy
       MeshparError: `axis` is not a mesh axis, or `sequence` is not a bool.
 
     Example:
-      >>> tensor_parallel(sequence=True).activations.name_rule("norm_seq").value
+      >>> mp.tensor_parallel(sequence=True).activations.name_rule("norm_seq").value
       'tensor'
     """
     return Strategy((Tensor(sequence, axis),))

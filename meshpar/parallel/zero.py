@@ -123,7 +123,7 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
       MeshparError: `axis` or `min_bytes` is invalid.
 
     Example:
-      >>> zero1().grads, zero1().optimizer
+      >>> mp.zero1().grads, mp.zero1().optimizer
       (Rules(), Rules(embed='fsdp'))
     """
     return Strategy((Zero("zero1", axis, min_bytes),))
@@ -137,7 +137,7 @@ def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
     all-gathered once per step. Arguments and errors are as in `zero1`.
 
     Example:
-      >>> zero2().params, zero2().grads
+      >>> mp.zero2().params, mp.zero2().grads
       (Rules(), Rules(embed='fsdp'))
     """
     return Strategy((Zero("zero2", axis, min_bytes),))
@@ -157,7 +157,7 @@ def zero3(
     errors are as in `fsdp`.
 
     Example:
-      >>> zero3(axis=("data", "fsdp")).params
+      >>> mp.zero3(axis=("data", "fsdp")).params
       Rules(embed=('data', 'fsdp'))
     """
     return _fully_sharded("zero3", axis, min_bytes, quantize, prefetch)
@@ -195,7 +195,7 @@ def fsdp(
       MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
 
     Example:
-      >>> fsdp(axis="data", quantize="int8")
+      >>> mp.fsdp(axis="data", quantize="int8")
       fsdp(axis='data', quantize='int8')
     """
     return _fully_sharded("fsdp", axis, min_bytes, quantize, prefetch)
@@ -217,7 +217,7 @@ def hsdp(
     Arguments and errors are as in `fsdp`. With `quantize`, the all-reduce over `data` is quantized, too.
 
     Example:
-      >>> hsdp().params, hsdp().required_axes[0].axis
+      >>> mp.hsdp().params, mp.hsdp().required_axes[0].axis
       (Rules(embed='fsdp'), 'data')
     """
     return _fully_sharded("hsdp", axis, min_bytes, quantize, prefetch)

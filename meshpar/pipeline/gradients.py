@@ -357,7 +357,7 @@ def value_and_grad(
 
     Example:
       >>> import jax, jax.numpy as jnp, meshpar as mp
-      >>> f = value_and_grad(
+      >>> f = mp.pipeline.value_and_grad(
       ...     lambda params, x, inputs: x * params["scale"],
       ...     lambda embedding_and_head, y, inputs: ((y - inputs.examples["targets"]).mean(), {}),
       ...     schedule=mp.pipeline.one_f_one_b(stages=1, microbatches=2),

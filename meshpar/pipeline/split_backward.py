@@ -45,7 +45,7 @@ def split_vjp(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> split = split_vjp(lambda w, x: x @ w, jnp.ones((3, 2)), jnp.ones((4, 3)))
+      >>> split = mp.pipeline.split_vjp(lambda w, x: x @ w, jnp.ones((3, 2)), jnp.ones((4, 3)))
       >>> shared = split.shared(jnp.ones((3, 2)))
       >>> y, saved = split.forward(jnp.ones((3, 2)), jnp.ones((4, 3)))
       >>> dx, deferred = split.backward(shared, saved, jnp.ones_like(y))

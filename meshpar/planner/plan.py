@@ -297,7 +297,8 @@ def plan(
         are not caught.
 
     Example:
-      >>> plans = mp.plan(llama3_8b(), batch, "h100:8x8", top=3)  # doctest: +SKIP
+      >>> batch = {name: jax.ShapeDtypeStruct((512, 4096), np.int32) for name in ("inputs", "targets")}
+      >>> plans = mp.plan(mp.models.llama3_8b(), batch, "h100:8x8", top=3)  # doctest: +SKIP
       >>> plans[0].layout.label  # doctest: +SKIP
       'fsdp=64 · fsdp(prefetch=1), remat=minimal, accumulate=2'
     """

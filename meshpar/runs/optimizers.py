@@ -62,6 +62,12 @@ class AdamW:
 
     Weight decay applies to the parameters that `meshpar.optim.matrix_dims.decayed` selects: those with at least two
     dims, not counting dims that stack layers or experts, that are not called `scale` or `bias`.
+
+    Example:
+      >>> optimizer = mp.AdamW(lr=3e-4, warmup_steps=100)
+      >>> f"{optimizer.learning_rate(1000)(99):.1e}"
+      '3.0e-04'
+      >>> tx = optimizer.build(steps=1000, names=model.names())
     """
 
     lr: float = 3e-4
@@ -165,6 +171,9 @@ class Muon(AdamW):
     `mp.muon` runs it on sharded arrays, and `meshpar.optim.orthogonalized.matrices` selects the matrices. `lr` is the
     learning rate of AdamW, because updates are scaled to the usual size of AdamW's (Liu et al. 2025, "Muon is Scalable
     for LLM Training").
+
+    Example:
+      >>> tx = mp.Muon(lr=3e-4, warmup_steps=100).build(steps=1000, names=model.names())
     """
 
     momentum: float = 0.95
@@ -202,7 +211,12 @@ class Muon(AdamW):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optax:
-    """Any optax optimizer."""
+    """Any optax optimizer.
+
+    Example:
+      >>> optimizer = mp.Optax(make=lambda steps: optax.lion(optax.cosine_decay_schedule(1e-4, steps)))
+      >>> tx = optimizer.build(steps=1000, names=model.names())
+    """
 
     make: Callable[[int], optax.GradientTransformation]
     """Function that receives the number of steps and returns the optimizer."""

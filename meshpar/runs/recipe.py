@@ -52,7 +52,12 @@ class ModelConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A text that the model generates at the end of a run."""
+    """A text that the model generates at the end of a run.
+
+    Example:
+      >>> mp.Sample(prompt="def main(", num_tokens=100, temperature=0)
+      Sample(prompt='def main(', num_tokens=100, temperature=0)
+    """
 
     prompt: str = "def "
     """Start of the text."""
@@ -71,7 +76,22 @@ class Sample:
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Description of a training run. A recipe file has a function `recipe()` that returns one."""
+    """Description of a training run. A recipe file has a function `recipe()` that returns one.
+
+    Example:
+      >>> recipe = mp.Recipe(
+      ...     name="small",
+      ...     mesh=mp.MeshSpec(fsdp=4, tensor=2),
+      ...     strategy=strategy,
+      ...     model=model,
+      ...     loss=loss_fn,
+      ...     data=mp.data.ArrayData(arrays=batch),
+      ...     steps=100,
+      ...     batch_size=8,
+      ... )
+      >>> recipe.override("steps=200").steps
+      200
+    """
 
     name: str
     """The run writes to `runs/<name>/`."""

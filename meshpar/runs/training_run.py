@@ -100,9 +100,6 @@ def run(
 ) -> RunOutcome:
     """Train a recipe or resume the run of the same name, as `meshpar train` does, and report the result.
 
-        outcome = mp.run(recipe.override("steps=100"), out="runs")
-        outcome.summary["validation"]["loss"]
-
     Args:
       recipe: the run to train: a recipe, a recipe file, or the name of an installed recipe.
       out: folder of all runs, or its gs:// or s3:// URL. The run writes to `out/<name>/`.
@@ -118,6 +115,10 @@ def run(
 
     Raises:
       ValueError: if the recipe does not fit its devices or data, or differs from the recipe of the run to resume.
+
+    Example:
+      >>> outcome = mp.run(recipe.override("steps=100"), out="runs")  # doctest: +SKIP
+      >>> outcome.summary["validation"]["loss"]  # doctest: +SKIP
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))

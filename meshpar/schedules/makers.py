@@ -34,7 +34,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
       MeshparError: an argument is not a positive integer.
 
     Example:
-      >>> print(gpipe(stages=2, microbatches=2))
+      >>> print(mp.pipeline.gpipe(stages=2, microbatches=2))
       stage 0  F0 F1 ·  ·  ·  B0 W0 B1 W1
       stage 1  ·  F0 F1 B0 W0 B1 W1 ·  ·
     """
@@ -51,7 +51,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Symbols, args, returns and raises as in `gpipe`.
 
     Example:
-      >>> print(one_f_one_b(stages=2, microbatches=2))
+      >>> print(mp.pipeline.one_f_one_b(stages=2, microbatches=2))
       stage 0  F0 F1 ·  ·  B0 W0 ·  B1 W1
       stage 1  ·  F0 B0 W0 F1 B1 W1 ·  ·
     """
@@ -73,7 +73,7 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
     `chunks` is the number of chunks per stage, v. Symbols, other args, returns and raises as in `gpipe`.
 
     Example:
-      >>> print(interleaved_1f1b(stages=2, microbatches=2, chunks=2))
+      >>> print(mp.pipeline.interleaved_1f1b(stages=2, microbatches=2, chunks=2))
       stage 0  F0.0 F1.0 F0.1 F1.1 ·    ·    B0.1 W0.1 ·    B1.1 W1.1 B0.0 W0.0 B1.0 W1.0
       stage 1  ·    F0.0 F1.0 F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 B0.0 W0.0 B1.0 W1.0 ·    ·
     """
@@ -102,7 +102,7 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
     Symbols, args, returns and raises as in `interleaved_1f1b`.
 
     Example:
-      >>> print(eager_1f1b(stages=2, microbatches=2))
+      >>> print(mp.pipeline.eager_1f1b(stages=2, microbatches=2))
       stage 0  F0 F1 ·      B0W0 B1W1
       stage 1  ·  F0 F1B0W0 B1W1 ·
     """
@@ -139,7 +139,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     Symbols, args, returns and raises as in `gpipe`.
 
     Example:
-      >>> print(zb_h1(stages=2, microbatches=2))
+      >>> print(mp.pipeline.zb_h1(stages=2, microbatches=2))
       stage 0  F0 F1 ·  B0 W0 B1 W1
       stage 1  ·  F0 B0 F1 B1 W0 W1
     """
@@ -159,7 +159,7 @@ def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedu
     other args, returns and raises as in `gpipe`.
 
     Example:
-      >>> print(zb_h2(stages=2, microbatches=3))
+      >>> print(mp.pipeline.zb_h2(stages=2, microbatches=3))
       stage 0  F0 F1 F2 B0 W0 B1 W1 B2 W2 ·
       stage 1  ·  F0 B0 F1 B1 F2 B2 W0 W1 W2
     """
@@ -179,7 +179,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     Symbols, args, returns and raises as in `gpipe`.
 
     Example:
-      >>> print(zb_v(stages=2, microbatches=2))
+      >>> print(mp.pipeline.zb_v(stages=2, microbatches=2))
       stage 0  F0.0 F1.0 ·    F0.1 B0.1 F1.1 B1.1 B0.0 W0.1 B1.0 W1.1 W0.0 W1.0
       stage 1  ·    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 W0.1 W0.0 W1.1 W1.0
     """
@@ -204,7 +204,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     Other symbols, args, returns and raises as in `gpipe`. The number of stages must be even.
 
     Example:
-      >>> print(dualpipe(stages=2, microbatches=4))
+      >>> print(mp.pipeline.dualpipe(stages=2, microbatches=4))
       stage 0  F0.0 F2.1 F1.0 B2.1 W2.1 F3.1B0.0W0.0 B3.1 W3.1 B1.0 W1.0
       stage 1  F2.0 F0.1 F3.0 B0.1 W0.1 F1.1B2.0W2.0 B1.1 W1.1 B3.0 W3.0
     """
@@ -237,7 +237,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Other symbols, args, returns and raises as in `gpipe`.
 
     Example:
-      >>> dualpipe_v(stages=2, microbatches=4)
+      >>> mp.pipeline.dualpipe_v(stages=2, microbatches=4)
       Schedule('dualpipe-v', stages=2, microbatches=4, ticks=19)
     """
     _check("dualpipe-v", stages, microbatches)
@@ -276,7 +276,7 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
       MeshparError: the name or an option is unknown, or the schedule does not support these numbers.
 
     Example:
-      >>> make("interleaved-1f1b", stages=4, microbatches=8, chunks=2)
+      >>> mp.pipeline.make("interleaved-1f1b", stages=4, microbatches=8, chunks=2)
       Schedule('interleaved-1f1b', stages=4, microbatches=8, ticks=57)
     """
     where = f"schedule `{name}`"

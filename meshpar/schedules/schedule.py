@@ -38,7 +38,7 @@ class Schedule(ScheduleTable):
     versa.
 
     Example:
-      >>> schedule = Schedule.from_table([[("F", 0)], [[("B", 0), ("W", 0)]]], name="mine")
+      >>> schedule = mp.pipeline.Schedule.from_table([[("F", 0)], [[("B", 0), ("W", 0)]]], name="mine")
       >>> print(schedule)
       stage 0  F0 B0W0
     """

@@ -78,8 +78,10 @@ def use_rules(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
       ValueError: `rules` is neither of them, or `mesh` is not a mesh.
 
     Example:
-      >>> with mp.use_rules(mesh, mp.fsdp()):  # doctest: +SKIP
-      ...     logits = jax.jit(model)(tokens)
+      >>> with mp.use_rules(mesh, strategy):
+      ...     y = jax.jit(lambda x: mp.constrain(x, "batch", None))(jnp.ones((8, 4)))
+      >>> y.sharding.spec
+      P('fsdp',)
     """
     rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
     if not isinstance(rules, Rules):
@@ -162,7 +164,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       ValueError: the call is outside `use_rules`, a name or axis is unknown, or a dim is not divisible.
 
     Example:
-      >>> x = mp.constrain(x, "batch", "seq", "act_embed")  # doctest: +SKIP
+      >>> def forward(x):
+      ...     return mp.constrain(x @ x.T, "batch", "act_mlp")
+      >>> with mp.use_rules(mesh, strategy):
+      ...     print(jax.jit(forward)(jnp.ones((8, 4))).sharding.spec)
+      P('fsdp', 'tensor')
     """
     spec = spec_of(x, *names)  # also on a single device, to check the names
     context = _context.value.ambient

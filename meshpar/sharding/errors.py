@@ -24,6 +24,13 @@ class MeshparError(ValueError):
       reason: why the request cannot work.
       fix: a solution, as an imperative.
       code: a stable identifier for the kind of error, such as "unknown-axis". Tests compare the code, not the message.
+
+    Example:
+      >>> try:
+      ...     mp.shardings(model, mesh, mp.fsdp() | mp.Rules(mpl="tensor"))
+      ... except mp.MeshparError as error:
+      ...     print(error.code)
+      unmatched-rule
     """
 
     def __init__(self, where: str, requested: str, reason: str, fix: str, code: str = "invalid") -> None:

@@ -43,7 +43,8 @@ class MeshSpec(Mapping[str, int]):
         standard axis.
 
     Example:
-      >>> mesh = mp.MeshSpec(fsdp=-1, tensor=2).build()  # doctest: +SKIP
+      >>> mp.MeshSpec(fsdp=-1, tensor=2).build().shape["fsdp"]
+      4
       >>> mp.MeshSpec(data=8, fsdp=64, tensor=8).abstract().size
       4096
     """

@@ -83,7 +83,10 @@ def first(*alternatives: str | tuple[str, ...] | None) -> First:
       ValueError: an alternative has a wrong type, or there are none.
 
     Example:
-      `first("tensor", None)` shards the dim over `tensor` if possible, and replicates it otherwise.
+      Shard the dim over `tensor` if the size of `tensor` divides it, and replicate it otherwise:
+
+      >>> mp.Rules(kv_heads=mp.first("tensor", None))
+      Rules(kv_heads=first('tensor', None))
     """
     choices = tuple(tuple(choice) if isinstance(choice, list) else choice for choice in alternatives)
     if not choices or not all(choice is None or isinstance(choice, str) or _is_axes(choice) for choice in choices):
@@ -130,8 +133,9 @@ def names(*dims: Any) -> NamesOf:
       ValueError: an argument is not a name.
 
     Example:
-      `Rules(paths={r".*/up/kernel": names("embed", "mlp")})` lets any strategy treat the leaf as annotated.
-      `Rules(paths={r"blocks/.*": names("layers", ...)})` names the first dim of all arrays of a stack of layers.
+      >>> rules = mp.Rules(paths={r"up/.*": mp.names("embed", ...), r"down/kernel": mp.names("mlp", "embed")})
+      >>> mp.shardings(model, mesh, mp.fsdp() | rules)["down/kernel"].leaf.names
+      ('mlp', 'embed')
     """
     and_more = dims[-1:] == (...,)
     named_dims = dims[:-1] if and_more else dims
@@ -198,7 +202,9 @@ class Rules:
       ValueError: a pattern is not a regular expression, or a value has a wrong type.
 
     Example:
-      >>> Rules(mlp="tensor", embed="fsdp", batch=("data", "fsdp"), paths={r".*/scale": replicated})
+      >>> rules = mp.Rules(mlp="tensor", embed="fsdp", paths={r".*/scale": mp.replicated})
+      >>> rules | mp.Rules(mlp=None)
+      Rules(mlp=None, embed='fsdp', paths={'.*/scale': replicated})
     """
 
     _by_name: dict[str, _Rule] = dataclasses.field(hash=False)
@@ -283,8 +289,9 @@ class Rules:
           ValueError: an entry is not such a pair, or the list lacks an axis in `axes` or the name `batch`.
 
         Example:
-          >>> Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"}).axes
-          frozenset({'data', 'tensor'})
+          >>> rules = mp.Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"})
+          >>> sorted(rules.axes)
+          ['data', 'tensor']
         """
         where = "Rules.from_logical_axis_rules"
         _check_mapping(where, axes, "axes", "{'model': 'tensor'}")

@@ -34,9 +34,9 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
       ValueError: `finite` is False, or the metrics do not contain it.
 
     Example:
-      >>> for batch in batches:  # doctest: +SKIP
-      ...     state, metrics = step(state, batch)
-      >>> mp.check_finite(metrics)  # doctest: +SKIP
+      >>> step = mp.train_step(loss_fn)
+      >>> state, metrics = step(state, batch)
+      >>> mp.check_finite(metrics)
     """
     reason, fix = "it contains no `finite`", 'pass the metrics of mp.train_step(loss_fn, nonfinite="raise")'
     check_cases("check_finite(metrics)", "check them", "missing-argument", ("finite" not in metrics, reason, fix))

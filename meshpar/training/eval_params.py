@@ -27,7 +27,7 @@ def eval_params(state: TrainState) -> TrainState:
       state: a state with any optimizer.
 
     Example:
-      >>> metrics = eval_step(loss)(eval_params(state), batch)  # doctest: +SKIP
+      >>> metrics = mp.eval_step(loss_fn)(mp.eval_params(state), batch)
     """
     setup = state.setup
     if averages_of(state.opt_state) is not None:
@@ -71,6 +71,10 @@ def ema_params(state: TrainState) -> TrainState:
 
     Raises:
       ValueError: the optimizer has no averages.
+
+    Example:
+      >>> state = mp.init_state(model, mp.ema(optax.adamw(3e-4), 0.999), mesh=mesh, strategy=strategy, key=0)
+      >>> averages = mp.ema_params(state).params
     """
     setup = state.setup
     case = averages_of(state.opt_state) is None, "the optimizer has no averages", "use mp.ema(tx, 0.999) in init_state"

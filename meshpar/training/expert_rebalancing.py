@@ -82,6 +82,9 @@ def rebalance_experts(
     Raises:
       MeshparError: invalid loads; no router among the leaves; missing names or number of ranks; `groups` differs from
         the routers of the model; called inside `jax.jit`.
+
+    Example:
+      >>> state, placements = mp.rebalance_experts(state, mp.moe.loads(metrics).experts.tokens)  # doctest: +SKIP
     """
     is_state = isinstance(state, TrainState)
     missing = [name for name, value in (("names", names), ("num_ranks", num_ranks)) if value is None and not is_state]

@@ -167,8 +167,10 @@ def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype:
       MeshparError: an invalid rank, alpha, dtype or pattern.
 
     Example:
-      >>> lora(rank=4, alpha=8).scale
-      2.0
+      >>> adapted = mp.lora(rank=4, alpha=8, modules="up|down")(model)
+      >>> state = mp.init_state(adapted, optax.adamw(1e-4), mesh=mesh, strategy=strategy, key=0)
+      >>> sorted(state.params["up"])
+      ['bias', 'kernel', 'lora_a', 'lora_b']
     """
     return Lora(rank=rank, alpha=alpha, modules=modules, dtype=dtype)
 

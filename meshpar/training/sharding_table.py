@@ -195,8 +195,9 @@ def shardings(
         replicated by accident.
 
     Example:
-      >>> mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp())["up/kernel"].spec  # doctest: +SKIP
-      P('fsdp', None)
+      >>> table = mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
+      >>> table["up/kernel"].spec
+      P(None, 'fsdp')
     """
     return lay_out(model, mesh, as_strategy(strategy), tx, precision or Precision(), trainable).table
 

@@ -352,6 +352,13 @@ def abstract_state(
 
     Raises:
       MeshparError: as in `shardings`.
+
+    Example:
+      >>> mesh = mp.MeshSpec(fsdp=512, tensor=8).abstract()
+      >>> config = mp.models.llama3_8b()
+      >>> state = mp.abstract_state(config.build(), optax.adamw(3e-4), mesh=mesh, strategy=mp.fsdp())
+      >>> state.params["embed"]["embedding"].shape
+      (128256, 4096)
     """
     return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable).abstract
 
@@ -385,8 +392,9 @@ def init_state(
       MeshparError: as in `shardings`, or the mesh is abstract.
 
     Example:
-      >>> mesh = MeshSpec(fsdp=8).build()  # doctest: +SKIP
-      >>> state = init_state(model, optax.adamw(3e-4), mesh=mesh, strategy=mp.fsdp(), key=0)  # doctest: +SKIP
+      >>> state = mp.init_state(model, optax.adamw(3e-4), mesh=mesh, strategy=strategy, key=0)
+      >>> state.params["up"]["kernel"].sharding.spec
+      P('fsdp', 'tensor')
     """
     _check_devices("init_state", mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable)
@@ -415,7 +423,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         kind of dtype, or the state has no arrays.
 
     Example:
-      >>> state = load_params(state, {**state.params, "head": new_head})  # doctest: +SKIP
+      >>> state = mp.load_params(state, jax.tree.map(np.zeros_like, jax.device_get(state.params)))
     """
     check_state("load_params", state)
     setup = state.setup

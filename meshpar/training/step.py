@@ -268,8 +268,10 @@ def train_step(loss_fn: LossFn, **options: Any) -> TrainStep:
       >>> def loss_fn(model, batch, key):
       ...     error = (model(batch["x"]) - batch["y"]) ** 2
       ...     return mp.MeanLoss(error.sum(), error.size), {"largest": error.max()}
-      >>> step = mp.train_step(loss_fn, accumulate=4)
+      >>> step = mp.train_step(loss_fn, accumulate=2)
       >>> state, metrics = step(state, batch)
+      >>> sorted(metrics)
+      ['finite', 'grad_norm', 'largest', 'loss', 'loss_weight']
     """
     check_loss("train_step", loss_fn)
     return TrainStep(loss_fn, StepOptions(**options))
@@ -321,6 +323,8 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
 
     Example:
       >>> metrics = mp.eval_step(loss_fn)(state, batch)
+      >>> float(metrics["loss_weight"])
+      128.0
     """
     check_loss("eval_step", loss_fn)
     options: Options = {} if xla is None else xla

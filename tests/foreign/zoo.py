@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import meshpar as mp
+from meshpar.sharding.adapters.model import Model
 
 ROWS, SEQ, VOCAB, WIDTH, LABELS = 32, 8, 64, 32, 8
 IDS = np.zeros((ROWS, SEQ), np.int32)
@@ -23,7 +24,7 @@ PIXELS = np.zeros((ROWS, 3, 16, 16), np.float32)
 class Case:
     """A model with its loss and batches."""
 
-    model: mp.Model
+    model: Model
     loss: Callable[..., Any]
     """(model, batch) -> scalar."""
     batch: Callable[[np.random.Generator], Any]

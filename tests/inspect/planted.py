@@ -20,6 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.parallel.strategy import Strategy
+from meshpar.sharding.adapters.model import Model
+from meshpar.training.state import TrainState
 
 LAYERS, VOCAB, EMBED, MLP, ROWS, SEQ, HEADS = 4, 512, 256, 512, 16, 64, 8
 BF16 = mp.Precision(compute="bfloat16")
@@ -35,8 +38,8 @@ NAMES = {
 class Plant:
     """A step with a mistake."""
 
-    model: mp.Model
-    strategy: mp.Strategy
+    model: Model
+    strategy: Strategy
     mesh: AbstractMesh | Mesh
     step: mp.TrainStep
     batch: dict[str, jax.ShapeDtypeStruct]
@@ -47,7 +50,7 @@ class Plant:
     cluster: str = "h100:1x8"
 
     @functools.cached_property
-    def state(self) -> mp.TrainState:
+    def state(self) -> TrainState:
         """Return the abstract state."""
         return mp.abstract_state(self.model, optax.adam(1e-3), mesh=self.mesh, strategy=self.strategy)
 

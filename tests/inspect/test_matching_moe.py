@@ -23,6 +23,7 @@ from meshpar.inspect.traced_collectives import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
 from meshpar.parallel.expected.step_spec import with_layers
+from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.jaxprs import equations, in_scope
 
 L, D, F, E, K, T = 2, 64, 96, 16, 2, 32
@@ -49,7 +50,7 @@ class Case:
 
     axes: tuple[tuple[str, int], ...] = (("fsdp", 2), ("expert", 4))
     target: str = "cpu"
-    strategy: mp.Strategy = mp.fsdp() | mp.expert_parallel()
+    strategy: Strategy = mp.fsdp() | mp.expert_parallel()
     experts: tuple[str, ...] = ("expert",)
     """Mesh axes that shard the experts."""
     routing: Mapping[str, Any] = dataclasses.field(default_factory=dict)

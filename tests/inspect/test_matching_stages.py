@@ -30,6 +30,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe import MoEConfig, Routing
 from meshpar.parallel.expected.fp8_scales import SCALES
+from meshpar.parallel.strategy import Strategy
 from meshpar.pipeline import executor
 from meshpar.pipeline.executor import Plan
 from meshpar.pipeline.traffic import traffic
@@ -48,7 +49,7 @@ class Case:
     mesh: mp.MeshSpec
     schedule: str
     microbatches: int
-    inside: mp.Strategy
+    inside: Strategy
     gather: str = "step"
     deep: bool = True
     tied: bool = False

@@ -21,6 +21,9 @@ from meshpar.layers.losses import LossTerms, Normalizer
 from meshpar.loop.fit import Validator, fit
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
+from meshpar.parallel.strategy import Strategy
+from meshpar.sharding.adapters.model import Model
+from meshpar.training.state import TrainState
 from tests.equal import token_batches
 from tests.errors import raises
 from tests.grid import cases
@@ -34,7 +37,7 @@ class Engine(NamedTuple):
     """A mesh, a strategy and the options by which a step evaluates the loss on parts of a batch."""
 
     mesh: dict[str, int]
-    strategy: mp.Strategy
+    strategy: Strategy
     options: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -60,7 +63,7 @@ WHOLE = {"sharded": Engine({"data": 2, "fsdp": 4}, mp.hsdp(min_bytes=0))}
 QUICK = ("micro-steps", "1f1b")
 
 
-def model() -> mp.Model:
+def model() -> Model:
     """Return a residual MLP with scanned layers."""
 
     def init(key):
@@ -125,12 +128,12 @@ class Step(NamedTuple):
         return jax.tree.map(np.subtract, jax.tree.leaves(self.before[0]), jax.tree.leaves(self.after[0]))
 
 
-def state_of(engine: Engine, tx: Any = None, built: mp.Model | None = None) -> mp.TrainState:
+def state_of(engine: Engine, tx: Any = None, built: Model | None = None) -> TrainState:
     mesh = mp.MeshSpec(**engine.mesh).build(jax.devices()[: math.prod(engine.mesh.values())])
     return mp.init_state(built or model(), tx or optax.sgd(1.0), mesh=mesh, strategy=engine.strategy, key=0)
 
 
-def one_step(engine: Engine, loss: Any, batch: Any, tx: Any = None, built: mp.Model | None = None, **options) -> Step:
+def one_step(engine: Engine, loss: Any, batch: Any, tx: Any = None, built: Model | None = None, **options) -> Step:
     def on_host(state):
         return jax.device_get((state.params, state.opt_state, state.skipped))
 

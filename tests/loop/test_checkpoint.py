@@ -24,6 +24,7 @@ import meshpar as mp
 from meshpar.loop import checkpoint, checkpoint_index, orbax_workarounds
 from meshpar.loop.checkpoint import SET_ASIDE, Checkpoints
 from meshpar.pod import coordination
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import Setup, TrainState, make_setup
 from tests.errors import raises
@@ -34,7 +35,7 @@ EMBED, MLP = 16, 64
 NAMES = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed"), "scale": ("embed",)}
 
 
-def make_model(mlp: int = MLP, **more: tuple[int, ...]) -> mp.Model:
+def make_model(mlp: int = MLP, **more: tuple[int, ...]) -> Model:
     def init(key):
         up, down = jax.random.split(key)
         return {

@@ -44,6 +44,7 @@ from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import TimeEstimate
 from meshpar.planner.workload import describe
 from meshpar.sharding.printing import table
+from meshpar.training.state import TrainState
 
 DEVICES = 8
 Cut = tuple[str, str, str | None, int]
@@ -210,7 +211,7 @@ def measured(subject: Subject, *, repeats: int) -> list[list[Took]]:
     return [list(times) for times in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
 
 
-def _stepper(step: mp.TrainStep, state: mp.TrainState, batch: dict[str, np.ndarray]) -> Callable[[], Took]:
+def _stepper(step: mp.TrainStep, state: TrainState, batch: dict[str, np.ndarray]) -> Callable[[], Took]:
     def run() -> None:
         nonlocal state
         state, metrics = step(state, batch)

@@ -23,6 +23,7 @@ from meshpar.layers.auxiliary import collecting, is_listening, report
 from meshpar.layers.scan import StageRunner
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.moe.nnx import MoE
+from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.context import within
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
@@ -30,7 +31,7 @@ from tests.grid import cases
 ROWS, SEQ, WIDTH, HIDDEN, EXPERTS = 8, 4, 4, 6, 8
 
 EXPERT = mp.expert_parallel()
-CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
+CASES: dict[str, tuple[dict[str, int], Strategy]] = {
     "expert": ({"expert": 8}, EXPERT),
     "fsdp x expert x tensor": ({"fsdp": 2, "expert": 2, "tensor": 2}, mp.fsdp() | EXPERT | mp.tensor_parallel()),
     "sequence parallel": ({"data": 2, "expert": 2, "tensor": 2}, mp.ddp() | EXPERT | mp.tensor_parallel(sequence=True)),

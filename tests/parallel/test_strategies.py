@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.parallel import PRESETS, as_strategy, from_json, parse_strategy
 from meshpar.parallel.batch import batch_sharding
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import spec_of
 from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES
 from meshpar.sharding.types import spec_axes
@@ -33,7 +34,7 @@ LEAVES = {
 }
 
 
-def model_of(leaves: dict[str, tuple]) -> mp.Model:
+def model_of(leaves: dict[str, tuple]) -> Model:
     """Return a model of plain arrays, from (shape, names) by path."""
 
     def init(key):

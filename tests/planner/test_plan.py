@@ -30,6 +30,7 @@ from meshpar.moe import MoEConfig, Payload, Routing
 from meshpar.optim.orthogonalized import exchange, matrices
 from meshpar.parallel.candidates import _strategy, kinds
 from meshpar.parallel.expected.step_spec import ExpectedCollective
+from meshpar.parallel.strategy import Strategy
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
@@ -764,7 +765,7 @@ def test_custom_parallelism_takes_part_in_the_search(small):
         sizes = {one.sizes["rows"] for one in search.starts()}
         assert sizes == {1, 2, 4, 8}
     assert found == {0: (8, True), 10**12: (1, False)}
-    layout = Layout(mesh=mp.MeshSpec(rows=8), strategy=mp.ddp() | mp.Strategy((Rows(),)))
+    layout = Layout(mesh=mp.MeshSpec(rows=8), strategy=mp.ddp() | Strategy((Rows(),)))
     assert search.estimate(layout).time.sent_bytes["rows"] > 10**12
     del Rows, search, best, layout
 

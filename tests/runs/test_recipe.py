@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.parallel.strategy import Strategy
 from meshpar.runs.optimizers import AdamW, Optax
 from meshpar.runs.overrides import override, read
 from meshpar.runs.recipe import Recipe, Sample
@@ -257,7 +258,7 @@ def test_fields_of_a_recipe_are_checked(field, value, code):
 
 def test_bare_rules_are_a_strategy():
     recipe = small(strategy=mp.Rules(embed="fsdp", mlp="tensor"))
-    assert isinstance(recipe.strategy, mp.Strategy)
+    assert isinstance(recipe.strategy, Strategy)
 
 
 def test_json_of_a_recipe_is_plain_data():

@@ -14,7 +14,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.state import TrainState
 from tests.errors import raises
 from tests.grid import cases
 
@@ -45,15 +47,15 @@ class UnnamedLinen(nn.Module):
         return nn.Dense(10, name="out")(x)
 
 
-def cnn() -> mp.Model:
+def cnn() -> Model:
     return mp.from_nnx(CNN)
 
 
-def linen() -> mp.Model:
+def linen() -> Model:
     return mp.from_linen(UnnamedLinen(), jax.ShapeDtypeStruct((8, 16), jnp.float32))
 
 
-def shard_shapes(state: mp.TrainState) -> dict[str, tuple[int, ...]]:
+def shard_shapes(state: TrainState) -> dict[str, tuple[int, ...]]:
     """Return the shape of the shards of each parameter, which is the same on all devices."""
     shapes = {}
     for path, x in tree_leaves_with_paths(state.params):

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import parse_strategy
+from meshpar.sharding.adapters.model import Model
 
 if __name__ == "__main__":  # under pytest, conftest configures the devices
     jax.config.update("jax_platforms", "cpu")
@@ -32,7 +33,7 @@ MESH = mp.MeshSpec(fsdp=4, tensor=2).abstract()
 TEXTS = Path(__file__).with_name("mistakes.txt")
 
 
-def model(names: dict | None = None, **shapes: tuple[int, ...]) -> mp.Model:
+def model(names: dict | None = None, **shapes: tuple[int, ...]) -> Model:
     """Return a model of plain arrays. `up_kernel=(8, 16)` has the path up/kernel."""
     nested: dict = {}
     for path, shape in shapes.items():

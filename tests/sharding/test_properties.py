@@ -18,9 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 
 import meshpar as mp
 from meshpar.parallel import as_strategy
+from meshpar.parallel.strategy import Strategy
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.mesh import node_of
 from meshpar.sharding.rules import resolve
-from meshpar.sharding.types import axis_sizes, spec_axes
+from meshpar.sharding.types import Decision, Leaf, axis_sizes, spec_axes
 
 QUICK = settings(max_examples=50)
 
@@ -90,10 +92,10 @@ presets = st.sampled_from(
 
 
 @st.composite
-def leaves(draw, path: str | None = None) -> mp.Leaf:
+def leaves(draw, path: str | None = None) -> Leaf:
     shape = tuple(draw(st.lists(st.sampled_from((0, 1, 3, 8, 12, 24, 24)), max_size=3)))
     different = st.permutations((*NAMES, None)).map(lambda some: tuple(some[: len(shape)]))
-    return mp.Leaf(
+    return Leaf(
         path=path or draw(st.sampled_from(PATHS)),
         shape=shape,
         dtype=jnp.dtype(draw(st.sampled_from(("float32", "bfloat16", "int8")))),
@@ -102,7 +104,7 @@ def leaves(draw, path: str | None = None) -> mp.Leaf:
 
 
 @st.composite
-def models(draw) -> tuple[list[mp.Leaf], mp.Strategy]:
+def models(draw) -> tuple[list[Leaf], Strategy]:
     """Leaves, and a strategy with rules for their names and paths."""
     tree = [draw(leaves(path)) for path in draw(st.lists(st.sampled_from(PATHS), min_size=1, unique=True))]
     leaf_names = sorted({name for leaf in tree for name in leaf.names or () if name})
@@ -118,7 +120,7 @@ def models(draw) -> tuple[list[mp.Leaf], mp.Strategy]:
     return tree, as_strategy(strategy).replace(big_leaf_bytes=draw(st.sampled_from((0, 64, 512, 2**20))))
 
 
-def model_of(tree: list[mp.Leaf]) -> mp.Model:
+def model_of(tree: list[Leaf]) -> Model:
     return mp.from_functions(
         lambda key: {leaf.path: jnp.zeros(leaf.shape, leaf.dtype) for leaf in tree},
         lambda params: params,
@@ -146,7 +148,7 @@ def is_error(result: Any) -> bool:
     return isinstance(result, str)
 
 
-def check_valid(decision: mp.Decision, mesh: Mesh) -> None:
+def check_valid(decision: Decision, mesh: Mesh) -> None:
     leaf, spec = decision.leaf, decision.spec
     used = [axis for entry in spec for axis in spec_axes(entry)]
     assert len(used) == len(set(used)), "a mesh axis is used twice"
@@ -167,7 +169,7 @@ def check_valid(decision: mp.Decision, mesh: Mesh) -> None:
     assert len(shards) == decision.shards or leaf.size == 0
 
 
-def check_replicated_on_purpose(decision: mp.Decision, rules: mp.Rules, big_leaf_bytes: int, mesh: Mesh) -> None:
+def check_replicated_on_purpose(decision: Decision, rules: mp.Rules, big_leaf_bytes: int, mesh: Mesh) -> None:
     """Check that a leaf above the threshold is replicated only if a rule permits it."""
     leaf = decision.leaf
     num_layers = math.prod(size for size, name in zip(leaf.shape, leaf.names or (), strict=False) if name == "layers")

@@ -14,17 +14,17 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.sharding.context import ambient
 from meshpar.sharding.rules import ACTIVATION_NAMES, PARAMETER_NAMES, Largest, resolve
-from meshpar.sharding.types import axis_sizes
+from meshpar.sharding.types import Leaf, axis_sizes
 from tests.errors import raises
 
 MESH = mp.MeshSpec(data=2, fsdp=4, tensor=2).abstract()
 
 
-def leaf(*shape: int, names=None, path="decoder/mlp/up/kernel", dtype="float32") -> mp.Leaf:
-    return mp.Leaf(path=path, shape=shape, dtype=np.dtype(dtype), names=names)
+def leaf(*shape: int, names=None, path="decoder/mlp/up/kernel", dtype="float32") -> Leaf:
+    return Leaf(path=path, shape=shape, dtype=np.dtype(dtype), names=names)
 
 
-def spec(rules: mp.Rules, leaf: mp.Leaf, mesh=MESH) -> P:
+def spec(rules: mp.Rules, leaf: Leaf, mesh=MESH) -> P:
     return resolve(leaf, rules, mesh).spec
 
 

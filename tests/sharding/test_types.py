@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.sharding import types
+from meshpar.sharding.types import Leaf
 from tests.errors import raises
 
 
@@ -54,7 +55,7 @@ def test_near_suggests_similar_words(word, options, expected):
 
 def test_leaf_with_wrong_number_of_names_is_refused():
     with raises("wrong-shape", "`up/kernel` of shape (4, 8)"):
-        mp.Leaf(path="up/kernel", shape=(4, 8), dtype=np.dtype("float32"), names=("embed",))
+        Leaf(path="up/kernel", shape=(4, 8), dtype=np.dtype("float32"), names=("embed",))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import optax
 from rich.console import Console
 
 import meshpar as mp
+from meshpar.inspect.report import Report
 from meshpar.models import TransformerConfig, next_token_loss
 
 NUM_COLUMNS = 120
@@ -25,7 +26,7 @@ HIDDEN = ("  Largest", "  From kernels", "  By source line", "  Not overlapped")
 """Tables that the picture leaves out, up to the next part or the line before a table of sums."""
 
 
-def report() -> mp.Report:
+def report() -> Report:
     config = TransformerConfig(
         vocab_size=32_000, num_layers=8, embed_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, mlp_dim=5632
     )
@@ -36,7 +37,7 @@ def report() -> mp.Report:
     return mp.explain(step, state, batch, cluster="h100:1x8")
 
 
-def lines_of(report: mp.Report) -> list[str]:
+def lines_of(report: Report) -> list[str]:
     """Return the lines of the report without the long tables and without empty lines."""
     console = Console(width=NUM_COLUMNS)
     with console.capture() as capture:

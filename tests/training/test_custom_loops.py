@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.sharding.adapters.model import Model
+from meshpar.training.state import TrainState
 
 RNG = np.random.default_rng(0)
 IMAGES, NOISE, TEXTS = (RNG.normal(size=(32, dim)).astype(np.float32) for dim in (24, 16, 40))
@@ -22,7 +24,7 @@ MESHES = {
 }
 
 
-def mlp(inputs: int, outputs: int) -> mp.Model:
+def mlp(inputs: int, outputs: int) -> Model:
     def init(key):
         up, down = jax.random.split(key)
         return {"up": jax.random.normal(up, (inputs, 64)) / 4, "down": jax.random.normal(down, (64, outputs)) / 8}
@@ -34,7 +36,7 @@ def mlp(inputs: int, outputs: int) -> mp.Model:
     return mp.from_functions(init, apply, names={"up": ("embed", "mlp"), "down": ("mlp", "embed")})
 
 
-def updated(state: mp.TrainState, loss) -> tuple[mp.TrainState, jax.Array]:
+def updated(state: TrainState, loss) -> tuple[TrainState, jax.Array]:
     """Return the state after an update by a loss of the bound model."""
     value, grads = jax.value_and_grad(lambda params: loss(state.replace(params=params).bound()))(state.params)
     updates, opt_state = state.setup.tx.update(grads, state.opt_state, state.params)

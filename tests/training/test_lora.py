@@ -16,6 +16,8 @@ from flax import linen, nnx
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
+from meshpar.parallel.strategy import Strategy
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import matrix_of, tree_leaves_with_paths
 from meshpar.training.lora import merged_params, of_pair
 from tests.equal import mean_loss
@@ -31,7 +33,7 @@ ROWS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
 BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:], "weights": (ROWS[:, 1:] % 3).astype(np.int32)}
 
 
-def decoder(kind: str, config: TransformerConfig = CONFIG) -> mp.Model:
+def decoder(kind: str, config: TransformerConfig = CONFIG) -> Model:
     if kind == "nnx":
         return config.build()
     return linen_model(config, 8, 8)
@@ -51,7 +53,7 @@ EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
 """The communication of strategies that quantize, without quantization."""
 
 
-def staged(schedule: str, **options) -> mp.Strategy:
+def staged(schedule: str, **options) -> Strategy:
     return mp.pipeline_parallel(**{"stages": 2, "microbatches": 2, "schedule": schedule, **options})
 
 
@@ -99,7 +101,7 @@ def test_gradients_only_of_adapters_in_stages(kind, mesh, strategy, options):
     check_gradients(kind, mesh, strategy, options)
 
 
-def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[str, Any]) -> None:
+def check_gradients(kind: str, mesh: str, strategy: Strategy, options: dict[str, Any]) -> None:
     """Compare a step on a mesh with the chain rule for the merged model on one device, and check its collectives."""
     options = dict(options)
     layers = options.pop("layers", 1)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.sharding.units import human_bytes
 from meshpar.training.sharding_table import spec_text
@@ -202,7 +203,7 @@ def test_optimizer_state_of_another_shape_is_replicated_if_small():
 # ---- State of a model ------------------------------------------------------------------------------------------------
 
 
-def with_statistics() -> mp.Model:
+def with_statistics() -> Model:
     from flax import nnx
 
     class Normed(nnx.Module):

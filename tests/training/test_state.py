@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import meshpar as mp
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import make_setup
 from tests.errors import raises
@@ -18,7 +19,7 @@ EMBED, MLP, LAYERS = 64, 256, 4
 NUM_PARAMS = LAYERS * (2 * EMBED * MLP + EMBED)
 
 
-def make_model() -> mp.Model:
+def make_model() -> Model:
     def init(key):
         up, down = jax.random.split(key)
         return {

@@ -18,6 +18,7 @@ from flax import linen, nnx
 import meshpar as mp
 from meshpar.inspect import census
 from meshpar.inspect.hlo import parser as hlo
+from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.errors import raises
 from tests.grid import cases
@@ -331,7 +332,7 @@ def test_other_state_is_averaged_over_devices(engine):
     np.testing.assert_allclose(state.extra["seen"], by_micro_step[:, -1].mean((0, 1)), rtol=1e-5)
 
 
-def masked_stack() -> mp.Model:
+def masked_stack() -> Model:
     """Two identity layers, then a matrix."""
 
     def apply(params, x):
@@ -556,7 +557,7 @@ def test_batch_scalars_and_keys_apply_to_all_examples(options):
 # ---- Frozen parameters -----------------------------------------------------------------------------------------------
 
 
-def _adapted() -> mp.Model:
+def _adapted() -> Model:
     def init(key):
         first, second = jax.random.split(key)
         return {"base": jax.random.normal(first, (16, 16)), "lora": {"a": jax.random.normal(second, (16, 4)) / 4,

@@ -41,21 +41,25 @@ def from_functions(
       ValueError: `names` has a path without a parameter, or a function with `keeps_state` does not return a pair.
 
     Example:
+      >>> def init(key):
+      ...     return {"w": jax.random.normal(key, (8, 4))}
+      >>> model = mp.from_functions(init, lambda params, x: x @ params["w"], names={"w": ("embed", "mlp")})
+
       Equinox, where arrays are the parameters and the rest of the module is static:
 
       >>> shapes = eqx.filter_eval_shape(Net, jax.random.key(0))  # doctest: +SKIP
       >>> static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))[1]  # doctest: +SKIP
-      >>> model = from_functions(  # doctest: +SKIP
+      >>> model = mp.from_functions(  # doctest: +SKIP
       ...     lambda key: eqx.partition(Net(key), eqx.is_array)[0],
-      ...     lambda params, x: jax.vmap(eqx.combine(params, static))(constrain(x, "batch", None)),
+      ...     lambda params, x: jax.vmap(eqx.combine(params, static))(mp.constrain(x, "batch", None)),
       ... )
 
       Haiku, without and with state:
 
       >>> net = hk.without_apply_rng(hk.transform(forward))  # doctest: +SKIP
-      >>> model = from_functions(lambda key: net.init(key, example), net.apply)  # doctest: +SKIP
+      >>> model = mp.from_functions(lambda key: net.init(key, example), net.apply)  # doctest: +SKIP
       >>> net = hk.without_apply_rng(hk.transform_with_state(forward))  # doctest: +SKIP
-      >>> model = from_functions(lambda key: net.init(key, example), net.apply, keeps_state=True)  # doctest: +SKIP
+      >>> model = mp.from_functions(lambda key: net.init(key, example), net.apply, keeps_state=True)  # doctest: +SKIP
     """
     for path, dims in (names or {}).items():
         if not isinstance(dims, tuple | list):

@@ -99,7 +99,11 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
       ValueError: `module` is not a Linen module, has no parameters, or does not accept the arguments.
 
     Example:
-      >>> model = mp.from_linen(Transformer(cfg), jax.ShapeDtypeStruct((8, 1024), jnp.int32))  # doctest: +SKIP
+      >>> from flax import linen as nn
+      >>> kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+      >>> model = mp.from_linen(nn.Dense(4, kernel_init=kernel_init), jax.ShapeDtypeStruct((16, 8), jnp.float32))
+      >>> model.names()
+      {'kernel': ('embed', 'mlp')}
     """
     if not isinstance(module, nn.Module):
         requested, fix = f"use a {type(module).__name__}", "use from_nnx or from_functions"

@@ -92,7 +92,9 @@ def explicit(model: Model) -> Model:
         (stages, `quantize`, `reduce_gradients="once"`), because Manual axes have no types.
 
     Example:
-      >>> model = mp.explicit(mp.from_functions(init, apply))  # doctest: +SKIP
+      >>> def apply(params, x):
+      ...     return jnp.dot(x, params["w"], out_sharding=P("data", None))
+      >>> model = mp.explicit(mp.from_functions(lambda key: {"w": jax.random.normal(key, (8, 4))}, apply))
     """
     if not isinstance(model, Model) or model.lora is not None:
         is_model = isinstance(model, Model)

@@ -40,7 +40,10 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
       ValueError: `build` is a module, does not accept an `nnx.Rngs`, or returns None or a class.
 
     Example:
-      >>> model = mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))  # doctest: +SKIP
+      >>> kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+      >>> model = mp.from_nnx(lambda rngs: nnx.Linear(8, 4, kernel_init=kernel_init, rngs=rngs))
+      >>> model.names()
+      {'kernel': ('embed', 'mlp')}
     """
     fix = "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
     if isinstance(build, nnx.Module):
