@@ -32,7 +32,7 @@ def flash_attention(
 ) -> Array:
     """Compute causal attention on one device with tokamax.
 
-    See `meshpar.models.layers.causal_attention` for the arguments. Segments become a mask of T² bytes per example,
+    See `meshpar.models.attention.causal_attention` for the arguments. Segments become a mask of T² bytes per example,
     which is created in each call. Inside a `shard_map` the kernels need `check_vma=False`.
 
     Raises:

@@ -22,10 +22,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from meshpar.models import layers
+from meshpar.models import attention, layers
 from meshpar.models.annotated import bare, into_residual, nnx_linear, nnx_norm
 from meshpar.models.architecture import Architecture
-from meshpar.models.layers import LayerCache, Rope
+from meshpar.models.attention import LayerCache
+from meshpar.models.layers import Rope
 
 
 class NNXLatentAttention(nnx.Module):
@@ -79,16 +80,16 @@ def attend(cfg: Architecture, q_BTHD: Array, k_BTHN: Array, r_BTR: Array, v_BTHW
     The rotary embedding is applied here: to the last R dimensions of the queries, and to the keys `r_BTR`, which all
     heads share.
     """
-    k_BTHN = layers.heads_layout(k_BTHN, "act_kv_heads")
+    k_BTHN = attention.heads_layout(k_BTHN, "act_kv_heads")
     r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
     r_BTHR = jnp.broadcast_to(r_BT1R, (*k_BTHN.shape[:3], r_BTR.shape[-1]))
-    k_BTHD = layers.heads_layout(jnp.concatenate([k_BTHN, r_BTHR], axis=-1), "act_kv_heads")
-    v_BTHW = layers.heads_layout(v_BTHW, "act_kv_heads")
-    q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
+    k_BTHD = attention.heads_layout(jnp.concatenate([k_BTHN, r_BTHR], axis=-1), "act_kv_heads")
+    v_BTHW = attention.heads_layout(v_BTHW, "act_kv_heads")
+    q_BTHD = _rotated_end(cfg, attention.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
     marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
     q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
-    o_BTHW = layers.full_attention(cfg, q_BTHD, k_BTHD, v_BTHW, angles)
-    return layers.heads_layout(o_BTHW, "act_heads")
+    o_BTHW = attention.full_attention(cfg, q_BTHD, k_BTHD, v_BTHW, angles)
+    return attention.heads_layout(o_BTHW, "act_heads")
 
 
 def attend_to_latents(
@@ -109,17 +110,17 @@ def attend_to_latents(
     """
     assert length is not None
     nope_dim = key_up_CHN.shape[-1]
-    q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), nope_dim, angles)
+    q_BTHD = _rotated_end(cfg, attention.heads_layout(q_BTHD, "act_heads"), nope_dim, angles)
     r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
-    cache = layers.extend(cache, length, r_BT1R, c_BTC[:, :, None], heads=None)
+    cache = attention.extend(cache, length, r_BT1R, c_BTC[:, :, None], heads=None)
     r_BS1R, c_BS1C = cache
     q_BTHC = jnp.einsum("BTHN,CHN->BTHC", q_BTHD[..., :nope_dim], key_up_CHN.astype(q_BTHD.dtype))
     q_BTHCR = jnp.concatenate([q_BTHC, q_BTHD[..., nope_dim:]], axis=-1)
     k_BS1CR = jnp.concatenate([c_BS1C, r_BS1R], axis=-1)
-    limits = layers.limits_of(cfg, angles.kind) | {"scale": q_BTHD.shape[-1] ** -0.5}
-    o_BTHC = layers.cached_attention(q_BTHCR, k_BS1CR, c_BS1C, first_position=length, **limits)
+    limits = attention.limits_of(cfg, angles.kind) | {"scale": q_BTHD.shape[-1] ** -0.5}
+    o_BTHC = attention.cached_attention(q_BTHCR, k_BS1CR, c_BS1C, first_position=length, **limits)
     o_BTHW = jnp.einsum("BTHC,CHW->BTHW", o_BTHC, value_up_CHW.astype(o_BTHC.dtype))
-    return layers.heads_layout(o_BTHW, "act_heads"), cache
+    return attention.heads_layout(o_BTHW, "act_heads"), cache
 
 
 def _rotated_end(cfg: Architecture, q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:

@@ -1,4 +1,4 @@
-"""Pure functions of a decoder: sharded embedding lookup, rotary embeddings, attention and SwiGLU.
+"""Pure functions of a decoder: sharded embedding lookup, rotary embeddings and SwiGLU.
 
 Shape suffixes: B batch, T query positions, S key positions, H query heads, K key/value heads, G = H/K query heads per
 key/value head, D head dimension, F = D/2, W dimension of a value head (D by default), E embedding dimension, M hidden
@@ -18,17 +18,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
-from meshpar.collectives import blockwise_attention, cudnn, flash
-from meshpar.collectives.attention import WindowChoice, capped
 from meshpar.layers.precision import dot_general
-from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
-from meshpar.models.architecture import Activation, Architecture, Attention, LayerKind, RopeScaling, YarnScaling
+from meshpar.models.architecture import Activation, Architecture, LayerKind, RopeScaling, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
 from meshpar.sharding.manual_regions import outer_axes
-from meshpar.sharding.types import axes_of_spec, problem, spec_axes
+from meshpar.sharding.types import axes_of_spec, spec_axes
 
 # ---- The layout of activations ---------------------------------------------------------------------------------------
 
@@ -219,6 +216,12 @@ def rope_tables(cfg: Architecture) -> list[tuple[bool, float | None]]:
     return list(dict.fromkeys((kind.has_rope, kind.rope_theta) for kind in cfg.kinds))
 
 
+def by_kind(cfg: Architecture, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> Any:
+    """Return a value of the layer's kind: static if all kinds have it, otherwise an array."""
+    values = [value_of(each) for each in cfg.kinds]
+    return values[0] if len(set(values)) == 1 else jnp.asarray(values)[kind]
+
+
 def rotate(x_BTHD: Array, angles: Rope) -> Array:
     """Rotate the pairs of dimensions (i, i + F) of each head by the angles of its position.
 
@@ -232,321 +235,6 @@ def rotate(x_BTHD: Array, angles: Rope) -> Array:
     a_BTHF, b_BTHF = jnp.split(x_BTHD.astype(cos_BT1F.dtype), 2, axis=-1)
     turned = (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F)
     return jnp.concatenate(turned, axis=-1).astype(x_BTHD.dtype)
-
-
-# ---- Attention -------------------------------------------------------------------------------------------------------
-
-
-def causal_attention(
-    q_BTHD: Array,
-    k_BTKD: Array,
-    v_BTKW: Array,
-    segments_BT: Array | None = None,
-    *,
-    implementation: Attention = "xla",
-    scale: float | None = None,
-    window: int | WindowChoice | None = None,
-    cap: float | None = None,
-    sinks_H: Array | None = None,
-) -> Array:
-    """Compute causal softmax attention.
-
-    Args:
-      q_BTHD: queries. H is a multiple of K, and query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
-        2023, "GQA").
-      k_BTKD: keys.
-      v_BTKW: values.
-      segments_BT: segment ids of packed sequences. Positions attend only within their segment. For "cudnn" they become
-        a mask of `2 T²` bytes per example, and T must be even.
-      implementation: "xla", "blockwise", "cudnn" or "tokamax". The last two raise an error if the library is missing or
-        does not support these shapes and dtypes. All but "xla" need equal dimensions of keys and values, so the smaller
-        is padded.
-      scale: factor of the scores, by default `D ** -0.5`.
-      window: a position attends to itself and the `window - 1` positions before it.
-      cap: scores s become `cap tanh(s / cap)`.
-      sinks_H: as in `blockwise_attention`. Not supported by "cudnn" and "tokamax".
-
-    Raises:
-      ValueError: the implementation does not support an option.
-    """
-    if implementation == "xla":
-        limits: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks_H": sinks_H}
-        return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, **limits)
-    if implementation == "blockwise":
-        options: dict[str, Any] = {"window": window, "cap": cap, "segments": segments_BT, "sinks": sinks_H}
-        blockwise: Callable[..., Array] = functools.partial(blockwise_attention, **options)
-        return _in_one_width(blockwise, q_BTHD, k_BTKD, v_BTKW, scale)
-    kernel: Callable[..., Array] = functools.partial(_by_cudnn, segments_BT=segments_BT)
-    if implementation == "tokamax":
-        kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, cap=cap)
-    else:
-        _refuse("cuDNN's attention does", cap=cap, sinks=sinks_H)
-
-    def with_window(size: int | None) -> Callable[..., Array]:
-        return functools.partial(_in_one_width, functools.partial(kernel, window=size), scale=scale)
-
-    if not isinstance(window, WindowChoice):
-        return with_window(window)(q_BTHD, k_BTKD, v_BTKW)
-    # The kernels need a static window, so the gradient of this choice saves the arrays of all branches.
-    return window.select([with_window(size) for size in window.sizes], q_BTHD, k_BTKD, v_BTKW)
-
-
-def _refuse(subject: str, **options: object) -> None:
-    """Raise an error if any of these options, which cuDNN does not support, is set."""
-    names = {"segments": "packed sequences", "cap": "attention_cap", "window": "attention_window"}
-    names["sinks"] = "attention_sinks"
-    requested = [names[name] for name, value in options.items() if value is not None]
-    if requested:
-        where, reason = 'TransformerConfig(attention="cudnn")', f"{subject} not support this"
-        fix = 'use attention="blockwise"'
-        raise problem(where, f"use {' and '.join(requested)}", reason, fix, code="unsupported-feature")
-
-
-def cached_attention(
-    q_BTHD: Array,
-    k_BSKD: Array,
-    v_BSKW: Array,
-    segments_BT: Array | None = None,
-    *,
-    first_position: Array | int,
-    scale: float | None = None,
-    window: int | WindowChoice | None = None,
-    cap: float | None = None,
-    sinks_H: Array | None = None,
-    chunk: int | Array | None = None,
-) -> Array:
-    """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
-
-    Scores and softmax are computed in float32, or in float64 for float64 inputs (`jax.nn.dot_product_attention` always
-    computes the softmax in float32).
-    """
-    batch, num_queries, num_heads, head_dim = q_BTHD.shape
-    num_keys, num_kv_heads = k_BSKD.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
-    q_BTKGD = q_BTHD.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    dtype = jnp.promote_types(q_BTHD.dtype, jnp.float32)
-    scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=dtype) * scale
-    scores_BKGTS, _ = capped(scores_BKGTS, cap)
-    ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
-    width: Array | int | None = window if not isinstance(window, WindowChoice) else _selected_width(window)
-    seen_TS = ahead_TS >= 0 if width is None else (ahead_TS >= 0) & (ahead_TS < width)
-    if chunk is not None:
-        queries_T1 = first_position + jnp.arange(num_queries)[:, None]
-        seen_TS &= queries_T1 // chunk == jnp.arange(num_keys) // chunk
-    if segments_BT is not None:
-        seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
-    scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(dtype).min)
-    if sinks_H is None:
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-    else:
-        sinks_KG11 = sinks_H.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
-        max_BKGT1 = jax.lax.stop_gradient(jnp.maximum(scores_BKGTS.max(-1, keepdims=True), sinks_KG11))
-        powers_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
-        weights_BKGTS = powers_BKGTS / (powers_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - max_BKGT1))
-    weights_BKGTS = weights_BKGTS.astype(v_BSKW.dtype)
-    o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
-    return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
-
-
-def _selected_width(window: WindowChoice) -> Array:
-    return jnp.asarray([_NO_LIMIT if size is None else size for size in window.sizes])[window.index]
-
-
-_NO_LIMIT = np.iinfo(np.int32).max
-
-
-def by_kind(cfg: Architecture, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> Any:
-    """Return a value of the layer's kind: static if all kinds have it, otherwise an array."""
-    values = [value_of(each) for each in cfg.kinds]
-    return values[0] if len(set(values)) == 1 else jnp.asarray(values)[kind]
-
-
-def limits_of(cfg: Architecture, kind: Array | None) -> dict[str, Any]:
-    """Return the keyword arguments `scale`, `window` and `cap` of attention in a layer of this kind."""
-    windows = tuple(dict.fromkeys(each.window for each in cfg.kinds))
-    limits = {"scale": cfg.attention_scale, "window": windows[0], "cap": cfg.attention_cap}
-    if len(windows) == 1:
-        return limits
-    assert kind is not None
-    index = jnp.asarray([windows.index(each.window) for each in cfg.kinds])[kind]
-    of_layers = [each.window for each in cfg.kind_of_layer]
-    return limits | {"window": WindowChoice(windows, tuple(map(of_layers.count, windows)), index)}
-
-
-def _by_cudnn(
-    q_BTHD: Array,
-    k_BTKD: Array,
-    v_BTKD: Array,
-    *,
-    segments_BT: Array | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Array:
-    near = None if window is None else (window - 1, 0)
-    # `jax.nn.dot_product_attention` has no segment ids.
-    mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None]
-    options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": near, "mask": mask}
-    with cudnn.cudnn_errors(q_BTHD, k_BTKD, v_BTKD):
-        return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, **options, implementation="cudnn")
-
-
-def _in_one_width(
-    attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, scale: float | None
-) -> Array:
-    """Run an attention kernel that needs equal dimensions of keys and values, with zero padding of the smaller."""
-    head_dim, v_dim = k_BTKD.shape[-1], v_BTKW.shape[-1]
-    if head_dim == v_dim:
-        return attention(q_BTHD, k_BTKD, v_BTKW, scale=scale)
-
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, max(head_dim, v_dim) - x.shape[-1])])
-
-    scale = head_dim**-0.5 if scale is None else scale
-    o_BTHD = attention(padded(q_BTHD), padded(k_BTKD), padded(v_BTKW), scale=scale)
-    return o_BTHD[..., :v_dim]
-
-
-class KVCache(NamedTuple):
-    """Keys and values of earlier positions for all layers (leading dim L).
-
-    With latent attention K is 1: the cache contains the rotary keys, which all heads share, and the latents.
-    """
-
-    k_LBSKD: Float[Array, "L B S K D"]
-    v_LBSKW: Float[Array, "L B S K W"]
-    length: Int[Array, ""]
-    """The number of valid positions."""
-
-
-LayerCache = tuple[Float[Array, "B S K D"], Float[Array, "B S K W"]]
-"""Cached keys and values of a layer."""
-
-
-def extend(
-    cache: LayerCache, length: Array, k_BTKD: Array, v_BTKW: Array, *, heads: str | None = "act_kv_heads"
-) -> LayerCache:
-    """Append the keys and values of T new positions to a cache."""
-    k_BSKD, v_BSKW = (
-        jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), length, axis=1)
-        for old, new in zip(cache, (k_BTKD, v_BTKW), strict=True)
-    )
-    return heads_layout(k_BSKD, heads), heads_layout(v_BSKW, heads)
-
-
-def heads_layout(x_BTHD: Array, heads: str | None, seq: str = "seq") -> Array:
-    """Constrain the sharding of queries, keys, values or the attention output."""
-    return constrain(x_BTHD, "batch", seq, heads, "act_head_dim")
-
-
-def attend(
-    cfg: Architecture,
-    q_BTHD: Array,
-    k_BTKD: Array,
-    v_BTKD: Array,
-    angles: Rope,
-    *,
-    cache: LayerCache | None = None,
-    length: Array | None = None,
-    sinks_H: Array | None = None,
-) -> tuple[Array, LayerCache | None]:
-    """Apply rotary embeddings, update the cache, and compute causal attention. Return the output and the cache.
-
-    Under context parallelism, full sequences are in the order of `meshpar.models.context_attention`, and keys and
-    values circulate in a ring. With a cache the sequence is in natural order, and the implementation is always "xla".
-    """
-    q_BTHD, k_BTKD = (
-        rotate(heads_layout(x, heads), angles) for x, heads in ((q_BTHD, "act_heads"), (k_BTKD, "act_kv_heads"))
-    )
-    if cfg.qk_l2_norm or angles.query_scale_BT is not None:
-        q_BTHD, k_BTKD = _scaled(cfg, q_BTHD, k_BTKD, angles)
-    q_BTHD, k_BTKD = checkpoint_name(q_BTHD, "query"), checkpoint_name(k_BTKD, "key")
-    v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
-    if cache is None:
-        o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles, sinks_H)
-    else:
-        assert length is not None
-        cache = extend(cache, length, k_BTKD, v_BTKD)
-        chunk = None if cfg.chunk is None else by_kind(cfg, angles.kind, lambda kind: kind.chunk or _NO_LIMIT)
-        limits = limits_of(cfg, angles.kind) | {"sinks_H": sinks_H, "chunk": chunk}
-        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **limits)
-    return heads_layout(o_BTHD, "act_heads"), cache
-
-
-def _scaled(cfg: Architecture, q_BTHD: Array, k_BTKD: Array, angles: Rope) -> tuple[Array, Array]:
-    """Normalize queries and keys in layers with rotary embeddings, and scale queries in the other layers."""
-    has_rope = by_kind(cfg, angles.kind, lambda kind: kind.has_rope)
-
-    def normalized(x: Array) -> Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + cfg.norm_eps)
-        return (wide * jnp.where(has_rope, inverse, 1)).astype(x.dtype)
-
-    if cfg.qk_l2_norm:
-        q_BTHD, k_BTKD = normalized(q_BTHD), normalized(k_BTKD)
-    if angles.query_scale_BT is not None:
-        scale_BT = jnp.where(has_rope, 1, angles.query_scale_BT)
-        q_BTHD = (q_BTHD * scale_BT[:, :, None, None]).astype(q_BTHD.dtype)
-    return q_BTHD, k_BTKD
-
-
-def _segments_of(cfg: Architecture, angles: Rope, shape_BT: tuple[int, ...]) -> Array | None:
-    """Return the segments within which positions attend. In layers with chunks, each chunk is a segment."""
-    segments_BT, chunk_BT = angles.segments_BT, angles.chunk_BT
-    if chunk_BT is None:
-        return segments_BT
-    chunk_BT = jnp.where(by_kind(cfg, angles.kind, lambda kind: kind.chunk is not None), chunk_BT, 0)
-    if segments_BT is None:
-        return jnp.broadcast_to(chunk_BT, shape_BT)
-    # Products may overflow: two segments of an example then coincide only if their difference is a multiple of 65536.
-    return segments_BT * 65_536 + chunk_BT.astype(segments_BT.dtype)
-
-
-def full_attention(
-    cfg: Architecture, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, angles: Rope, sinks_H: Array | None = None
-) -> Array:
-    """Compute causal attention over a full sequence, with the parallelism of the current rules.
-
-    If the rules shard `attn_seq`, this is ring attention on a sequence in zigzag order. "xla" and "blockwise" then both
-    use plain matmuls for each tile, and "cudnn" uses cuDNN's kernel. If the rules shard the sequence only outside
-    attention, the heads are scattered and the sequence is gathered before attention, and the reverse after it.
-    """
-    implementation, limits = cfg.attention, limits_of(cfg, angles.kind)
-    segments_BT = _segments_of(cfg, angles, q_BTHD.shape[:2])
-    if not context.sequence_axes(q_BTHD):
-        k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
-        # Reshard from the layout outside attention to the layout inside. Both constraints are needed: XLA would
-        # otherwise reshard in the middle of the rotation or repetition of heads.
-        q_BTHD, k_BTKD, v_BTKW = (
-            heads_layout(heads_layout(x, f"act_{heads}"), f"attn_{heads}", "attn_seq")
-            for x, heads in ((q_BTHD, "heads"), (k_BTKD, kv_heads), (v_BTKW, kv_heads))
-        )
-        # A nested `shard_map` cannot close over traced arrays, so `WindowChoice` are an argument.
-        window = limits.pop("window")
-        extra = (segments_BT, window if isinstance(window, WindowChoice) else None, sinks_H)
-
-        def attention(
-            q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None, sinks: Any
-        ) -> Array:
-            options = {"implementation": implementation, "window": windows or window, "sinks_H": sinks, **limits}
-            return causal_attention(q, k, v, segments, **options)
-
-        run: Callable[..., Array] = attention
-        if implementation != "xla":
-            varies = implementation != "tokamax"  # its kernels do not support JAX's check of varying mesh axes
-            run = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
-        o_BTHW = run(q_BTHD, k_BTKD, v_BTKW, *extra)
-        # The kernels name their outputs and residuals themselves. A second name would save the output twice.
-        o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
-        return heads_layout(o_BTHW, "attn_heads", "attn_seq")
-    if implementation == "tokamax":
-        reason = "tokamax does not return the log-sum-exp of the scores"
-        where, fix = 'TransformerConfig(attention="tokamax")', 'use "cudnn", or "blockwise" for windows and segments'
-        raise problem(where, "use ring attention", reason, fix, code="unsupported-feature")
-    if implementation == "cudnn":
-        _refuse("ring attention with cuDNN does", segments=segments_BT, window=limits["window"], cap=limits["cap"])
-    kernel, scale = cudnn.TILES if implementation == "cudnn" else None, limits.pop("scale")
-    ring = functools.partial(context.ring, segments_BT=segments_BT, sinks_H=sinks_H, kernel=kernel, **limits)
-    return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW, scale)
 
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------

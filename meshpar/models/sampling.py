@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Integer
 
+from meshpar.models.attention import KVCache
 from meshpar.models.config import TransformerConfig
-from meshpar.models.layers import KVCache
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import ambient, constrain, use_rules
 from meshpar.sharding.rules import Rules, first, resolve

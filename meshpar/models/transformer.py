@@ -22,14 +22,15 @@ from meshpar.collectives.attention import capped
 from meshpar.layers.auxiliary import is_listening
 from meshpar.layers.scan import Aux, scan_layers, step_selects_residuals, with_aux
 from meshpar.layers.token_mask import current_mask
+from meshpar.models import attention, layers
 from meshpar.models import context_attention as context
-from meshpar.models import layers
 from meshpar.models import overlapped_matmul as overlap
 from meshpar.models.annotated import Initializer, add_bias, bare, into_residual, nnx_linear, nnx_norm
 from meshpar.models.architecture import Architecture
+from meshpar.models.attention import KVCache, LayerCache
 from meshpar.models.chunked_cross_entropy import Unembedding
 from meshpar.models.latent_attention import NNXLatentAttention
-from meshpar.models.layers import KVCache, LayerCache, Rope
+from meshpar.models.layers import Rope
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
@@ -80,7 +81,7 @@ class Attention(nnx.Module):
         if self.cfg.attention_sinks:  # in float32 or wider, like the sum of their gradients over tokens and devices
             sinks_H = self.sinks[...].astype(jnp.promote_types(h_BTE.dtype, jnp.float32))
         options: dict[str, Any] = {"cache": cache, "length": length, "sinks_H": sinks_H}
-        o_BTHD, cache = layers.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, **options)
+        o_BTHD, cache = attention.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, **options)
         if overlapped:
             return add_bias(self.out, overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads")), cache
         return self.out(o_BTHD), cache

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from typing import get_args
 
 import jax
 import numpy as np
@@ -16,7 +17,8 @@ import meshpar as mp
 from meshpar.collectives import cudnn
 from meshpar.data.rows import Windows
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
-from meshpar.models.layers import KVCache
+from meshpar.models.architecture import Attention
+from meshpar.models.attention import KERNELS, KVCache
 from meshpar.models.sampling import empty_cache
 from meshpar.models.transformer import rope_of
 from tests.equal import mesh_of
@@ -178,7 +180,7 @@ def test_cudnn_rejects_options(case, options):
         del batch["segments"]
     with raises("unsupported-feature", 'TransformerConfig(attention="cudnn")') as error:
         after_a_step(config(attention="cudnn"), MESHES[case], batch)
-    assert error.value.requested == f"use {options}"
+    assert error.value.reason.endswith(f"does not support {options}")
 
 
 def test_cudnn_rejects_sinks():
@@ -192,3 +194,7 @@ def test_cache_has_a_single_sequence():
     tokens, none = np.zeros((1, 2), np.int32), np.zeros((1, 1, 1, 1, 1), np.float32)
     with raises("conflict", "Transformer(segments=..., cache=...)"):
         rope_of(config(), tokens, None, KVCache(none, none, np.int32(0)), np.float32, tokens)
+
+
+def test_every_implementation_has_a_table_entry():
+    assert tuple(KERNELS) == get_args(Attention)

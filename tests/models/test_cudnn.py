@@ -19,8 +19,8 @@ import meshpar as mp
 from meshpar.collectives import cudnn
 from meshpar.data.rows import PACKED_FIELDS
 from meshpar.inspect.timeline import program_work as work
-from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
-from meshpar.models.layers import cached_attention
+from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from meshpar.models.attention import KERNELS, cached_attention, causal_attention
 from meshpar.models.published_configs import llama3_8b
 from tests.collectives.tiles import STAND_IN
 from tests.grid import cases
@@ -66,12 +66,12 @@ def batch():
 def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
     given = set()
 
-    def attention(q, k, v, *, segments_BT=None, scale=None, window=None):
-        assert segments_BT is window is None
+    def attention(q, k, v, *, scale=None, **options):
+        assert set(options.values()) == {None}
         given.add((q.shape[2], k.shape[2]))
         return cached_attention(q, k, v, first_position=0, scale=scale)
 
-    monkeypatch.setattr(layers, "_by_cudnn", attention)
+    monkeypatch.setitem(KERNELS, "cudnn", dataclasses.replace(KERNELS["cudnn"], attend=attention))
     (loss, params), (expected_loss, expected) = (after_a_step(config(name), case, batch()) for name in ("cudnn", "xla"))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     # Rounding of weights to a byte may fall the other way for a sum in another order.
@@ -95,7 +95,7 @@ def test_unsupported_cudnn_shapes_are_errors_with_a_fix(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
     q = np.ones((1, 4, 2, 7), np.float32)
     with pytest.raises(mp.MeshparError, match=r"float32\[1, 4, 2, 7\].*multiple of 8.*attention=\"blockwise\""):
-        layers.causal_attention(q, q, q, implementation="cudnn")
+        causal_attention(q, q, q, implementation="cudnn")
 
 
 @pytest.mark.parametrize("case", cases(grid=RINGS))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.models import layers
+from meshpar.models import attention, layers
 from meshpar.models.architecture import RopeScaling, YarnScaling
 from tests.grid import cases
 
@@ -23,7 +23,7 @@ def normal(seed, *shape, dtype=jnp.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-causal_attention = jax.jit(layers.causal_attention, static_argnames="implementation")
+causal_attention = jax.jit(attention.causal_attention, static_argnames="implementation")
 
 
 # --- rotary embeddings
@@ -117,7 +117,7 @@ def test_attention_of_the_last_queries_only():
     q, k, v = normal(0, 2, 3, 4, 4), normal(1, 2, 9, 2, 4), normal(2, 2, 9, 2, 4)
     # What is not seen has weight zero, but must be finite.
     room = [np.pad(x, ((0, 0), (0, 5), (0, 0), (0, 0)), constant_values=1e6) for x in (k, v)]
-    out = jax.jit(layers.cached_attention)(q, *room, first_position=6)
+    out = jax.jit(attention.cached_attention)(q, *room, first_position=6)
     np.testing.assert_allclose(out, attention_by_hand(q, k, v), atol=2e-6)
 
 
@@ -132,8 +132,8 @@ def test_cudnn_computes_causal_attention(monkeypatch, window):
         return jax_attention(*args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
-    found = layers.causal_attention(*qkv, implementation="cudnn", window=window)
-    np.testing.assert_allclose(found, layers.causal_attention(*qkv, window=window), atol=2e-6)
+    found = attention.causal_attention(*qkv, implementation="cudnn", window=window)
+    np.testing.assert_allclose(found, attention.causal_attention(*qkv, window=window), atol=2e-6)
 
 
 def test_scores_of_bfloat16_are_float32():
@@ -188,7 +188,7 @@ def test_token_outside_the_table_is_nan():
 def test_extend_writes_behind_what_is_there():
     cache = (jnp.zeros((1, 6, 2, 3)), jnp.zeros((1, 6, 2, 3)))
     k, v = normal(0, 1, 2, 2, 3), normal(1, 1, 2, 2, 3)
-    k_cache, v_cache = jax.jit(layers.extend)(cache, jnp.int32(3), k, v)
+    k_cache, v_cache = jax.jit(attention.extend)(cache, jnp.int32(3), k, v)
     np.testing.assert_array_equal(k_cache[:, 3:5], k)
     np.testing.assert_array_equal(v_cache[:, 3:5], v)
     assert not k_cache[:, :3].any()

@@ -19,7 +19,8 @@ import meshpar as mp
 from meshpar.collectives import flash
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.timeline import program_work as work
-from meshpar.models import TransformerConfig, layers, next_token_loss
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.models.attention import causal_attention
 from tests.grid import cases
 from tests.models.test_attention_forms import MESHES, ROWS, after_a_step, assert_equal, config, packed
 
@@ -71,7 +72,7 @@ def test_real_tokamax_matches_plain_attention(real, given, is_packed, width):
     q, k, v, cotangent = draw(4, 16), draw(2, 16), draw(2, width), draw(4, width)
     segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, 33)), axis=1)) if is_packed else None
     for form in ("xla", "tokamax"):
-        attention = functools.partial(layers.causal_attention, implementation=form, **GIVEN[given])
+        attention = functools.partial(causal_attention, implementation=form, **GIVEN[given])
         o, pull = jax.vjp(lambda q, k, v, attention=attention: attention(q, k, v, segments), q, k, v)
         found[form] = (o, *pull(cotangent))
     for one, other in zip(*found.values(), strict=True):
@@ -94,14 +95,14 @@ def test_missing_tokamax_is_an_error(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     q = jnp.ones((1, 4, 2, 8))
     with pytest.raises(mp.MeshparError, match="attend with float32.*not installed.*pip install.*blockwise"):
-        layers.causal_attention(q, q, q, implementation="tokamax")
+        causal_attention(q, q, q, implementation="tokamax")
 
 
 def test_real_tokamax_without_kernel_is_an_error(real, monkeypatch):
     monkeypatch.undo()
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(mp.MeshparError, match=r"attend with bfloat16\[1, 4, 2, 8\].*ot supported.*blockwise"):
-        layers.causal_attention(q, q, q, implementation="tokamax")
+        causal_attention(q, q, q, implementation="tokamax")
 
 
 def test_its_kernels_are_counted():
