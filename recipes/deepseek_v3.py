@@ -9,12 +9,12 @@ parameters (37e9 active) without the multi-token prediction module. The state ne
 parameter, with experts sharded over all GPUs and other parameters over 32. A step has 67,108,864 tokens. The recipe is
 tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
-`explain --check` passes (jax 0.10) and estimates 74 of 80 GB in use. In a step of two micro-steps each GPU sends 0.38
-TB of tokens between nodes (data), the same over NVLink (expert), and 0.40 TB of weights and gradients (fsdp). Layers
-process two slices of the batch, so that communication of a slice overlaps with matmuls of the other. The weight
-gradients of both slices are summed before the reduction. The simulated step lasts 45 s, and 34 % of the communication
-is hidden. By default, XLA's scheduler may use 95 % of the free memory, which is 80 % of the GPU memory minus the state.
-Close to this limit it reduces memory instead of hiding communication, so this recipe allows 115 %.
+`explain` (jax 0.10) estimates 75 of 80 GB in use. In a step of two micro-steps each GPU sends 0.38
+TB of tokens between nodes (data), 1.9 TB over NVLink (expert), and 0.60 TB of weights and gradients (fsdp). Layers
+process two slices of the batch, so that communication of a slice overlaps with matmuls of the other. Each slice
+reduces its weight gradients. The simulated step lasts 50 s, and 29 % of the communication is hidden. By default, XLA's
+scheduler may use 95 % of the free memory, which is 80 % of the GPU memory minus the state. Close to this limit it
+reduces memory instead of hiding communication, so this recipe allows 115 %.
 """
 
 from __future__ import annotations

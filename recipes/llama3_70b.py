@@ -8,9 +8,9 @@
 Hardware: 512 GPUs with 80 GB. The state is 12 bytes per parameter, sharded over all GPUs: 1.65 GB on each GPU. A step
 has 4,194,304 tokens. The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
-`explain` (jax 0.10) estimates 51 of 80 GB in use. In each step a GPU sends 68 GB over fsdp and 755 GB over tensor. A
-step takes 8.5 s with 83 % of the communication hidden. With --set step.interleave=4 the estimate is 7.9 s and 90 % (jax
-0.12). With a single sequence per micro-step, the computation is too short to hide the communication between nodes.
+`explain` (jax 0.10) estimates 51 of 80 GB in use. In each step a GPU sends 102 GB over fsdp and 755 GB over tensor. A
+step takes 8.9 s with 74 % of the communication hidden. With a single sequence per micro-step, the computation is too
+short to hide the communication between nodes.
 """
 
 from __future__ import annotations

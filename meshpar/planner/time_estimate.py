@@ -365,11 +365,10 @@ def _messages(
     step: StepSpec, expected: ExpectedCollective, remat: Remat
 ) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
     """Yield (kind, axes, bytes, count) of an expected collective, in the form that compiled programs have."""
-    itemsize, (count, max_count), repeats = ITEMSIZE.get(expected.dtype, 4), expected.count, 1
+    itemsize, (count, max_count) = ITEMSIZE.get(expected.dtype, 4), expected.count
     is_stacked = expected.stack > 1
-    if expected.role == GRADIENTS and is_stacked:  # for each batch slice, unless slices are summed first
-        repeats = step.interleave if step.is_prefetched else 1
-        count = max_count if step.interleave > repeats else count
+    if expected.role == GRADIENTS and is_stacked and step.interleave > 1:  # each batch slice reduces its gradients
+        count = max_count
     if expected.role == WEIGHTS:
         # Weights outside the layers are gathered once per micro-step for both directions.
         count = count if is_stacked else max(count, max_count // 2)
@@ -387,7 +386,7 @@ def _messages(
         nbytes = expected.elements * itemsize / step.num_shards(scattered)
         is_repeated = is_stacked or each_step & set(expected.scattered)
         times = max(times for _, _, times in expected.counts) if is_repeated else count
-        yield "all-reduce", step.ordered(each_step), nbytes, float(times // repeats)
+        yield "all-reduce", step.ordered(each_step), nbytes, float(times)
         axes = tuple(axis for axis in expected.axes if axis not in each_step)
         if not axes:
             return
@@ -405,8 +404,9 @@ def _hidden(step: StepSpec, expected: ExpectedCollective, *, independent: float)
     `independent` is the fraction of the message that runs next to independent compute.
     """
     if expected.role in (WEIGHTS, GRADIENTS) and (expected.scattered or expected.kind == "gather"):
-        is_ahead = step.is_prefetched and expected.stack > 1 and expected.role == WEIGHTS
-        return hidden_of_weights(step, is_ahead=is_ahead)
+        # Gradients of a batch slice are reduced while the next slice computes.
+        is_overlapped = expected.role == WEIGHTS or step.interleave > 1
+        return hidden_of_weights(step, is_ahead=step.is_prefetched and expected.stack > 1 and is_overlapped)
     base = STEP.hidden["exchange" if expected.kind == "exchange" else "other"]
     return base if expected.role in (WEIGHTS, GRADIENTS) else base + independent * (STEP.hidden["interleaved"] - base)
 

@@ -180,7 +180,7 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     stack, elements = leaf.num_layers, leaf.size // leaf.num_layers // step.num_shards(sharded - partial)
     runs = stack * step.micro_steps
     # A tied table has two gradients, of the lookup and of the head, which are added after their reductions. A layer
-    # may have a gradient per interleaved slice if `training.slice_sums` cannot merge them.
+    # has a gradient per batch slice, which XLA may add before it reduces them.
     is_shared = step.is_tied and decision.leaf.has("vocab") and decision.path not in step.uses
     uses = 2 if is_shared else step.slices(stack)
     counts: dict[str, tuple[int, int]] = {}

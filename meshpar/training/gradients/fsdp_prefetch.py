@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals
@@ -34,9 +34,8 @@ from meshpar.layers.scan import (
     scanned,
     with_aux,
 )
-from meshpar.layers.slice_gradients import SliceRows, Unreduced, summed_first
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import current, spec_of, within
+from meshpar.sharding.context import current, within
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.gradients import xla
 from meshpar.training.gradients.engine import Feature, GradientEngine
@@ -114,10 +113,6 @@ class LayerLayout(NamedTuple):
     """Constrains gradients to the sharding of the parameters."""
     is_trained: PyTree = None
     """Boolean pytree, True for trainable weights. `None` means that all weights are trainable."""
-    are_sliced: bool = False
-    """True if a layer runs on slices of the batch (`interleave`). The weight gradients of slices are then summed."""
-    rows: SliceRows | None = None
-    """Batch sharding of a slice. If set, matmuls return `Unreduced` gradients, which `scatter` reduces."""
 
     def trained(self, tree: PyTree) -> PyTree:
         """Replace the leaves of frozen weights by None."""
@@ -145,44 +140,26 @@ class PrefetchRunner(LayerRunner):
         decisions = {decision.path: decision for decision in setup.table.params}
 
         def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
-            def constrain_leaf(path: Any, weight: jax.Array | Unreduced) -> jax.Array | Ahead:
+            def constrain_leaf(path: Any, weight: jax.Array) -> jax.Array | Ahead:
                 decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
                 spec = _gathered_spec(decision, gathered_axes)
-                if isinstance(weight, Unreduced):
-                    return weight.reduced(spec)
                 constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
                 # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only
                 # the gathered weight, it would all-reduce the full gradient.
                 is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
                 return Ahead(weight, constrained) if is_expert_shard else constrained
 
-            return jax.tree_util.tree_map_with_path(
-                constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Unreduced)
-            )
+            return jax.tree_util.tree_map_with_path(constrain_leaf, tree)
 
         def is_trained(path: Any, weight: jax.Array) -> bool:
             return leaf_at(at, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
 
-        context = current().numerics
-        are_sliced = context is not None and context.interleave > 1
         layout = LayerLayout(
             gather=functools.partial(constrain, gathered_axes=setup.strategy.prefetched_axes),
             scatter=functools.partial(constrain, gathered_axes=()),
             is_trained=jax.tree_util.tree_map_with_path(is_trained, inputs[0]),
-            are_sliced=are_sliced,
-            rows=_slice_rows(setup, x) if are_sliced else None,
         )
         return prefetched(layer, x, inputs, layout)
-
-
-def _slice_rows(setup: Setup, x: PyTree) -> SliceRows | None:
-    """Return the batch sharding of a slice, or None if the sequence is sharded or the mesh has Explicit axes."""
-    like = max(jax.tree.leaves(x), key=jnp.ndim)
-    spec = spec_of(jax.ShapeDtypeStruct(like.shape[:2], like.dtype), *("batch", "seq")[: like.ndim])
-    batch_axes, sequence_axes = (axes_of_spec(PartitionSpec(*entries)) for entries in (spec[:1], spec[1:]))
-    if sequence_axes or not batch_axes or AxisType.Explicit in setup.mesh.axis_types:
-        return None
-    return SliceRows(setup.mesh, tuple(batch_axes), len(like))
 
 
 def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
@@ -262,13 +239,7 @@ class _PrefetchedStack:
         tree, indices = self.vjps[name]
         args, remaining = jax.tree.leaves((weights, smooth, fixed, consts)), iter(saved)
         residuals = [next(remaining) if index is None else args[index] for index in indices]
-
-        def back(residuals: list[Any], cotangents: Any) -> Any:
-            return jax.tree.unflatten(tree, residuals)(cotangents)
-
-        if self.layout.are_sliced:
-            back = summed_first(back, (False, True, False, False), self.layout.rows)
-        dx, dweights, dsmooth, dconsts = back(residuals, cotangents)
+        dx, dweights, dsmooth, dconsts = jax.tree.unflatten(tree, residuals)(cotangents)
         scattered = self.layout.scatter(dweights)
         like = self.layout.trained(jax.tree.map(_shard_of, weights, is_leaf=_is_ahead))
         return dx, jax.tree.map(lambda g, w: g.astype(w.dtype), scattered, like), dsmooth, dconsts
