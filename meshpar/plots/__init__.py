@@ -8,15 +8,12 @@ if TYPE_CHECKING:
     from meshpar.plots.figures import (
         axes_bytes,
         collectives,
-        curves,
         expert_load,
         growth,
         loss_curve,
         memory,
         schedule,
-        schedule_curves,
         schedule_times,
-        sharding,
         timeline,
     )
 
@@ -25,14 +22,11 @@ __getattr__, __dir__ = lazy(__name__)
 __all__ = [
     "axes_bytes",
     "collectives",
-    "curves",
     "expert_load",
     "growth",
     "loss_curve",
     "memory",
     "schedule",
-    "schedule_curves",
     "schedule_times",
-    "sharding",
     "timeline",
 ]

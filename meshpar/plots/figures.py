@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshpar.plots.style import (
+    AXES,
+    BASELINE,
+    DASHED,
+    FAINT,
+    INK,
+    KERNEL,
+    KINDS,
+    MATMUL,
+    MEMORY,
+    OPS,
+    OPS_MEAN,
+    OTHER_KIND,
+    SMOOTH,
+    TRAIN,
+    VALID,
+    WAITING,
+    axis_colors,
+    bar,
+    figure_of,
+    legend_below,
+    mark,
+    name_rows,
+    si_ticks,
+    styled,
+)
 from meshpar.sharding.errors import check_divides, problem
 from meshpar.sharding.printing import flat
-from meshpar.sharding.types import axis_sizes, spec_axes
 from meshpar.sharding.units import human_bytes, prefix_of, si
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     from meshpar.bench.found import Collectives
@@ -29,134 +50,6 @@ if TYPE_CHECKING:
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
-_Given = ParamSpec("_Given")
-
-INK, FAINT = "#22303c", "#c9d1d9"
-STYLE: Any = {
-    "figure.dpi": 120,
-    "figure.constrained_layout.use": True,
-    "figure.titlesize": 11,
-    "figure.titleweight": "bold",
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "legend.labelcolor": INK,
-    "text.color": INK,
-}
-"""Settings of matplotlib for all plots."""
-TRAIN, SMOOTH, VALID, BASELINE = "#c3d3e8", "#86a9d6", "#174f91", "#c2571a"
-# Colors of shards, light enough for dark numbers. They repeat if there are more shards.
-SHARDS = (
-    "#8ecae6", "#ffd166", "#a8d8a0", "#f4a6a0", "#c9b6e4", "#f7c59f", "#9ad9d2", "#e6b8d3",
-    "#bcd4f0", "#e9e08a", "#c6e5b1", "#f2c4ce", "#b3b9ea", "#e8cfa6", "#b7e4dc", "#d8c4e0",
-)  # fmt: skip
-
-MATMUL, KERNEL, WAITING = "#4a5c6d", "#aebac5", "#fdf3f0"
-AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a9e5c", "tensor": "#d1495b"}
-"""Colors of mesh axes. All other labels use the colors of `MORE`, in order."""
-MORE = (
-    "#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97", "#d1495b", "#2f7fc1", "#22303c", "#4a9e5c",
-)  # fmt: skip
-OPS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd166", "#e0a93b")}
-"""Colors of forward pass, input gradient and weight gradient, on even and on odd chunks."""
-_OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
-MEMORY = {
-    "parameters": "#4c78a8",
-    "optimizer state": "#9ecae9",
-    "gradients": "#54a24b",
-    "other temporaries": "#b6dcae",
-    "batch and the rest": "#8a8f98",
-}
-"""Colors of the parts of device memory, from bottom to top."""
-KINDS = {"all-reduce": "", "all-gather": "....", "reduce-scatter": "////", "all-to-all": "xxxx"}
-"""Hatch pattern of each kind of collective. Other kinds use `OTHER_KIND`."""
-OTHER_KIND = "||||"
-
-MOST_NUMBERED = 64
-"""Maximum number of devices that are labeled individually."""
-_DASHED = (0, (5, 3))
-
-
-def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
-    """Decorate a plot function: draw with `STYLE`, independent of the matplotlib settings of the caller."""
-
-    @functools.wraps(draw)
-    def drawn(*args: _Given.args, **kwargs: _Given.kwargs) -> Figure:
-        import matplotlib
-
-        with matplotlib.rc_context(STYLE):
-            return draw(*args, **kwargs)
-
-    return drawn
-
-
-def figure_of(
-    width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
-) -> tuple[Figure, Sequence[Axes]]:
-    """Return a new figure and its panels, row by row. `how` are further arguments of `Figure.subplots`.
-
-    pyplot does not keep the figure.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height))
-    panels = figure.subplots(rows, columns, squeeze=False, **how).ravel().tolist()
-    for panel in panels:  # ticks are created when the figure is saved, with the style of that time
-        panel.tick_params(colors=INK, length=3)
-    return figure, panels
-
-
-def axis_colors(labels: Iterable[str]) -> dict[str, str]:
-    """Return a color for each label. Mesh axes (`fsdp`) have fixed colors, others (`data*fsdp`, `ring`) use `MORE`."""
-    others = itertools.cycle(MORE)
-    return {label: AXES.get(label) or next(others) for label in labels}
-
-
-def _name_rows(axes: Axes, names: Iterable[str], **style: Any) -> None:
-    """Label the rows of a plot, from top to bottom, without ticks."""
-    names = list(names)
-    axes.set_yticks(range(len(names)), names, **style)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-
-
-def _bar(panel: Axes, row: float, start: float, end: float, color: str, *, height: float = 0.62, **style: Any) -> None:
-    # An outline would hide a very short bar.
-    width = 0.4 if end - start > 0.003 * panel.get_xlim()[1] else 0
-    style = {"edgecolors": "white", "linewidth": width, **style}
-    panel.broken_barh([(start, end - start)], (row - height / 2, height), facecolors=color, **style)
-
-
-def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(**style, label=name) for name, style in parts.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
-
-
-def _mark(axes: Axes, text: str, at: float) -> None:
-    axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
-    axes.annotate(
-        text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-        fontsize=8, va="bottom",
-    )  # fmt: skip
-
-
-def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
-    """Set ticks at the multiples `of_decade` of each power of ten, with labels such as `10 kB`."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
-    axis.set_major_formatter(EngFormatter(unit))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +83,7 @@ def loss_curve(
         label = f"validation ({valid_losses[-1]:.3f} at the end)"
         axes.plot(valid_steps, valid_losses, color=VALID, lw=1.8, marker="o", ms=4.5, label=label)
     for name, value in (baselines or {}).items():
-        axes.axhline(value, color=BASELINE, lw=1.4, ls=_DASHED, label=f"{name} ({value:.3f})")
+        axes.axhline(value, color=BASELINE, lw=1.4, ls=DASHED, label=f"{name} ({value:.3f})")
     # The range excludes the steep drop at the start, which would flatten the rest.
     shown = np.array([*losses[len(losses) // 50 :], *valid_losses, *(baselines or {}).values()], float)
     shown = shown[np.isfinite(shown)]
@@ -201,120 +94,6 @@ def loss_curve(
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.legend()
     return figure
-
-
-@styled
-def curves(
-    x: Sequence[float],
-    measured: Mapping[str, Sequence[float]],
-    expected: Mapping[str, Sequence[float]] | None = None,
-    *,
-    x_label: str = "",
-    y_label: str = "",
-    title: str = "",
-    log: bool = False,
-    x_unit: str | None = None,
-    y_unit: str | None = None,
-    marks: Mapping[str, float] | None = None,
-    healthy: float | None = None,
-) -> Figure:
-    """Plot measured lines, and dashed lines of formulas, by name.
-
-    The ticks have SI units. If the scales are logarithmic and x has no unit, each value of x has a tick. `marks` are
-    vertical lines by name, and `healthy` is the upper limit of a band of normal values.
-    """
-    figure, (axes,) = figure_of(8.0, 4.2)
-    expected = expected or {}
-    colors = dict(zip(dict.fromkeys((*measured, *expected)), itertools.cycle(MORE), strict=False))
-    for name, values in measured.items():
-        line = "none" if name in expected else "-"
-        axes.plot(x, values, color=colors[name], lw=1.8, ls=line, marker="o" if len(x) <= 32 else "", ms=6, label=name)
-    for name, values in expected.items():
-        label = f"{name}, by formula" if name not in measured else f"_{name}, by formula"
-        axes.plot(x, values, color=colors[name], lw=1.4, ls=_DASHED, label=label, zorder=1)
-    if log:
-        axes.set(xscale="log", yscale="log")
-        if x_unit is None:
-            axes.set_xticks(x, [f"{value:g}" for value in x])
-            axes.xaxis.minorticks_off()
-    else:
-        axes.set_ylim(bottom=min(0.0, *(min(values) for values in measured.values())))
-    for axis, unit, decade in ((axes.xaxis, x_unit, (1.0,)), (axes.yaxis, y_unit, (1.0, 2.0, 5.0))):
-        if unit is not None:
-            _si_ticks(axis, unit, decade)
-    for name, at in (marks or {}).items():
-        _mark(axes, f"{name}\n{si(at, x_unit or '', digits=3)}".strip(), at)
-    if healthy is not None:
-        axes.axhspan(0, healthy, color=AXES["expert"], alpha=0.12, lw=0, zorder=0)
-        axes.text(x[0], healthy, " healthy", ha="left", va="top", fontsize=8)
-    axes.grid(color=FAINT, lw=0.5)
-    axes.set(xlabel=x_label, ylabel=y_label, title=title)
-    axes.legend()
-    return figure
-
-
-# ---- Shards ----------------------------------------------------------------------------------------------------------
-
-
-@styled
-def sharding(
-    spec: PartitionSpec,
-    shape: Sequence[int],
-    mesh: Mesh | AbstractMesh,
-    *,
-    names: Sequence[str | None] | None = None,
-) -> Figure:
-    """Plot the shards of an array, with the numbers of the devices that have each shard.
-
-    Two dims are drawn. If more dims are sharded, a cell lists the devices of all its shards along the other dims. The
-    devices of an abstract mesh are numbered in mesh order. `names` of the dims are shown on the axes.
-    """
-    counts = [
-        size // part for size, part in zip(shape, NamedSharding(mesh, spec).shard_shape(tuple(shape)), strict=True)
-    ]
-    axes_of = [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
-    sizes = axis_sizes(mesh)
-    position = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-    drawn = sorted(sorted(range(len(shape)), key=lambda dim: (counts[dim] == 1, -dim))[:2])
-    dims: list[int | None] = [None, None, *drawn][-2:]
-    devices = np.arange(mesh.size) if isinstance(mesh, AbstractMesh) else [device.id for device in mesh.devices.flat]
-    cells: dict[tuple[int, ...], list[int]] = {}
-    shard_of = [np.zeros(mesh.size, int), np.zeros(mesh.size, int)]
-    for number, dim in enumerate(dims):
-        for axis in () if dim is None else axes_of[dim]:  # the first axis varies slowest
-            shard_of[number] = shard_of[number] * sizes[axis] + position[axis].ravel()
-    for device, *cell in zip(devices, *shard_of, strict=True):
-        cells.setdefault(tuple(map(int, cell)), []).append(int(device))
-    down, across = (1 if dim is None else counts[dim] for dim in dims)
-    # Similar to the proportions of the array, but never a thin line.
-    ratio = 2.4 if len(shape) < 2 else min(max(shape[drawn[1]] / shape[drawn[0]], 0.6), 2.4)
-    figure, (axes,) = figure_of(2.5 * ratio**0.5 + 0.9, 2.5 / ratio**0.5 + 1.1)
-    for number, ((i, j), holders) in enumerate(sorted(cells.items())):
-        _bar(axes, i + 0.5, j, j + 1, SHARDS[number % len(SHARDS)], height=1, linewidth=2.5)
-        size = 9 if max(down, across) <= 8 else 7
-        text = _device_text(holders, mesh.size)
-        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.25)
-    axes.set(xlim=(0, across), ylim=(down, 0))
-    for side, dim, count in ((axes.yaxis, dims[0], down), (axes.xaxis, dims[1], across)):
-        if dim is None:
-            side.set_ticks([])
-            continue
-        size = shape[dim]
-        ticks = list(range(count + 1)) if count * len(str(size)) <= 24 else [0, count]
-        side.set_ticks(ticks, [str(size * k // count) for k in ticks])
-        over = f" over {' × '.join(axes_of[dim])}" if count > 1 else ""
-        side.set_label_text(f"{(names and names[dim]) or f'dim {dim}'} ({size}){over}")
-    axes.spines[:].set_visible(False)
-    text = " × ".join(map(str, shape)) or "scalar"
-    figure.suptitle(f"{text}   ({', '.join('×'.join(entry) or '–' for entry in axes_of)})")
-    return figure
-
-
-def _device_text(devices: Sequence[int], num_devices: int) -> str:
-    if num_devices > MOST_NUMBERED:
-        return f"{len(devices)} dev." if len(devices) > 1 else str(devices[0])
-    lines = [", ".join(map(str, devices[k : k + 4])) for k in range(0, len(devices), 4)]
-    return ("device " if len(devices) == 1 else "devices\n") + ",\n".join(lines)
 
 
 # ---- Compiled programs -----------------------------------------------------------------------------------------------
@@ -339,21 +118,21 @@ def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     labels = sorted({op.label for op in segment.ops if op.label}, key=lambda label: (label not in AXES, label))
     colors = axis_colors(labels)
     figure, (axes,) = figure_of(10.0, 3.9)
-    _name_rows(axes, ["compute", "communication"])
+    name_rows(axes, ["compute", "communication"])
     axes.set(xlim=(0, length), ylim=(1.5, -0.85))
     waits = _idle(segment)
     for start, end in waits:
-        _bar(axes, 0, start * scale, end * scale, WAITING, edgecolors=FAINT, hatch="////")
+        bar(axes, 0, start * scale, end * scale, WAITING, edgecolors=FAINT, hatch="////")
     for op in segment.ops:
         start, end = op.start_s * scale, op.end_s * scale
         if op.stream == "communication":
-            _bar(axes, 1, start, end, colors[op.label])
+            bar(axes, 1, start, end, colors[op.label])
             inches = (end - start) / length * _TIMELINE_INCHES
             if inches >= 0.12:  # vertical text if there is no space for horizontal text
                 turn, center = 0 if _fits(op.kind, inches) else 90, (start + end) / 2
                 axes.text(center, 1, op.kind, ha="center", va="center", rotation=turn, color="white", fontsize=7)
         else:
-            _bar(axes, 0, start, end, MATMUL if op.kind == "matmul" else KERNEL)
+            bar(axes, 0, start, end, MATMUL if op.kind == "matmul" else KERNEL)
     for start, end, name in _parts_of_model(segment):
         if _fits(name, (end - start) * scale / length * _TIMELINE_INCHES):
             a, b = start * scale, end * scale
@@ -364,7 +143,7 @@ def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     legend: dict[str, Any] = {"matrix products": {"facecolor": MATMUL}} if "matmul" in kinds else {}
     legend |= {"other kernels": {"facecolor": KERNEL}} if kinds - {"matmul"} else {}
     legend |= {"waiting": {"facecolor": WAITING, "edgecolor": FAINT, "hatch": "////"}} if waits else {}
-    _legend_below(figure, legend | {" × ".join(label.split("*")): {"facecolor": c} for label, c in colors.items()})
+    legend_below(figure, legend | {" × ".join(label.split("*")): {"facecolor": c} for label, c in colors.items()})
     return figure
 
 
@@ -427,13 +206,13 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
             axes.barh(row, size, 0.64, start, color=colors[label], hatch=hatch, edgecolor="white", linewidth=0.5)
             start += size
         axes.text(start, row, f" {sum(parts.values()) / scale:.3g}", va="center", fontsize=8)
-    _name_rows(axes, reports)
+    name_rows(axes, reports)
     axes.margins(x=0.08)
     axes.set_xlim(left=0)
     axes.set(xlabel=f"{f'{prefix}B' if prefix else 'bytes'} sent by each device in a step", title=title)
     legend = {"over " + " × ".join(label.split("*")): {"facecolor": color} for label, color in colors.items()}
     of_kind = {"facecolor": KERNEL, "edgecolor": "white"}
-    _legend_below(figure, legend | {kind: {**of_kind, "hatch": KINDS.get(kind, OTHER_KIND)} for kind in kinds})
+    legend_below(figure, legend | {kind: {**of_kind, "hatch": KINDS.get(kind, OTHER_KIND)} for kind in kinds})
     return figure
 
 
@@ -463,7 +242,7 @@ def memory(reports: Mapping[str, Memory]) -> Figure:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
         if (limit := report.limit_bytes) is not None:
-            line = axes.plot([place - 0.42, place + 0.42], [limit, limit], color=BASELINE, lw=1.4, ls=_DASHED)
+            line = axes.plot([place - 0.42, place + 0.42], [limit, limit], color=BASELINE, lw=1.4, ls=DASHED)
             line[0].set_label(f"GPU memory ({human_bytes(limit)})")
     axes.set_xticks(range(len(reports)), list(reports))
     axes.set(xlim=(-0.6, len(reports) - 0.4), title="memory of one device")
@@ -508,10 +287,10 @@ def collectives(found: Collectives) -> Figure:
         smallest, largest = min(row.size_bytes for row in in_panel), max(row.size_bytes for row in in_panel)
         crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
         if crossover is not None and smallest / 10 <= crossover <= largest * 10:  # otherwise it is far outside the plot
-            _mark(panel, f"ring / recursive doubling\n{si(crossover, 'B', digits=3)}", crossover)
+            mark(panel, f"ring / recursive doubling\n{si(crossover, 'B', digits=3)}", crossover)
         panel.set(xscale="log", yscale="log", xlabel="size", ylabel="time")
-        _si_ticks(panel.xaxis, "B", (1.0,))
-        _si_ticks(panel.yaxis, "s", (1.0, 3.0))
+        si_ticks(panel.xaxis, "B", (1.0,))
+        si_ticks(panel.yaxis, "s", (1.0, 3.0))
         panel.set_title(f"{collective} over {axis}={in_panel[0].num_ranks}", fontsize=10)
         panel.legend(fontsize=8, ncols=2)
     figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)")
@@ -574,47 +353,20 @@ def schedule_times(
             for row, op in enumerate(cell):
                 start, end = (times[tick, stage, op.number] for times in (line.start, line.end))
                 middle = stage - 0.45 + (row + 0.5) * height
-                _bar(panel, middle, start, end, OPS[op.kind][op.chunk % 2], height=height)
+                bar(panel, middle, start, end, OPS[op.kind][op.chunk % 2], height=height)
                 if (end - start) * 10.5 / longest > 0.07 * len(str(op.microbatch)):  # inches
                     size = 6.5 if len(cell) == 1 else 4.5
                     panel.text((start + end) / 2, middle, str(op.microbatch), ha="center", va="center", fontsize=size)
-        _name_rows(panel, [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
+        name_rows(panel, [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
         makespan = f"{line.makespan:.4g} {unit}".strip()
         bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"
         panel.set_title(f"{name}   makespan {makespan}, {bubbles}", fontsize=9)
-    legend = {meaning: {"facecolor": OPS[kind][0]} for kind, meaning in _OPS_MEAN.items()}
+    legend = {meaning: {"facecolor": OPS[kind][0]} for kind, meaning in OPS_MEAN.items()}
     num_chunks = max(one.chunks for one, _ in lines)
     if num_chunks > 1:
         chunks = "the second chunk" if num_chunks == 2 else "chunks 2, 4, …"
         legend |= {f"darker: {chunks} of a stage": {"facecolor": OPS["F"][1]}}
-    _legend_below(figure, legend)
-    return figure
-
-
-@styled
-def schedule_curves(
-    microbatches: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = ""
-) -> Figure:
-    """Plot quantities of pipeline schedules over the number of microbatches, with a panel per quantity.
-
-    `panels` is quantity -> schedule -> values. Lines that coincide share a label.
-    """
-    figure, axes = figure_of(6.2 * len(panels), 3.9, columns=len(panels))
-    colors = axis_colors(name for of_schedules in panels.values() for name in of_schedules)
-    for panel, (quantity, of_schedules) in zip(axes, panels.items(), strict=True):
-        together: dict[tuple[float, ...], list[str]] = {}
-        for name, values in of_schedules.items():
-            together.setdefault(tuple(round(float(value), 9) for value in values), []).append(name)
-        for values, names in together.items():
-            style: dict[str, Any] = {"color": colors[names[0]], "lw": 1.8, "marker": "o", "ms": 4}
-            panel.plot(microbatches, values, label=", ".join(names), clip_on=False, **style)
-        panel.set_ylim(bottom=0)
-        panel.set_xticks(microbatches)
-        panel.grid(color=FAINT, lw=0.5)
-        panel.set_xlabel("microbatches")
-        panel.set_title(quantity, fontsize=10, fontweight="normal")
-        panel.legend(fontsize=8)
-    figure.suptitle(title)
+    legend_below(figure, legend)
     return figure
 
 
