@@ -66,10 +66,6 @@ All except `as_json` set fields of the recipe, which is compared later. `as_json
     help="With --processes: after a process is lost, restart from the newest checkpoint, at most K times.",
 )  # fmt: skip
 @click.option(
-    "--shrink", is_flag=True,
-    help="With --restarts: restart without the devices of the lost process, on a smaller data axis.",
-)  # fmt: skip
-@click.option(
     "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
     help="Also write metrics to tensorboard or wandb. Same as --set writers=NAME,NAME. Repeatable.",
 )  # fmt: skip
@@ -79,7 +75,7 @@ All except `as_json` set fields of the recipe, which is compared later. `as_json
 )  # fmt: skip
 def train(
     *, devices: int | None, stall_limit: float, join_limit: int | None, processes: int | None, restarts: int,
-    shrink: bool, **settings: Any,
+    **settings: Any,
 ) -> None:  # fmt: skip
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
@@ -90,7 +86,6 @@ def train(
     for option, is_conflict, reason, fix in (
         (f"--restarts {restarts}", restarts and settings["fresh"], "--fresh would discard the run", "remove --fresh"),
         (f"--restarts {restarts}", restarts and processes is None, "--processes is not set", "add --processes N"),
-        ("--shrink", shrink and not restarts, "no restart is allowed", "add --restarts K"),
     ):
         if is_conflict:
             raise problem(option, "restart after a process is lost", reason, fix, code="conflict")
@@ -98,7 +93,7 @@ def train(
     if processes is not None and not is_child:
         prepare_devices(devices, start="nothing")
         args = click.get_current_context().find_root().obj
-        sys.exit(run(args, processes=processes, restarts=restarts, shrink=shrink))
+        sys.exit(run(args, processes=processes, restarts=restarts))
     follow_parent()
     devices = None if is_child else devices  # the parent has already divided the host devices
     prepare_devices(devices, start="jax")
@@ -123,7 +118,6 @@ def _train(
 
     from meshpar.data import TextData
     from meshpar.loop.profiler import check_steps, parse_steps
-    from meshpar.pod.local_processes import shrunk
     from meshpar.runs.recipe_file import load_recipe
     from meshpar.runs.recipe_sources import check_left_to_folder, with_plan
     from meshpar.runs.training_run import run
@@ -133,7 +127,6 @@ def _train(
     shortcuts = {"steps": steps, "name": name, "writers": ",".join(writers) or None}
     fields = (*assignments, *(f"{field}={value}" for field, value in shortcuts.items() if value is not None))
     config = config.override(*fields) if plan is None else with_plan(config, plan, fields)
-    config = config.replace(mesh=shrunk(config.mesh))
     if profiled_steps is not None:
         check_steps(*profiled_steps, done=0, steps=config.steps)  # also here, before anything is compiled
     if from_hf is not None:

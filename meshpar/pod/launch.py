@@ -8,13 +8,11 @@ forever. A log line is written before the process waits for others.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import logging
 import os
 import re
-import socket
 import sys
 import threading
 import zlib
@@ -23,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 
-from meshpar.pod import roll
 from meshpar.sharding.errors import MeshparError, check_divides
 
 logger = logging.getLogger(__name__)
@@ -149,7 +146,7 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
       The pod, or None for a single process.
 
     Raises:
-      MeshparError: variables are missing or contradict each other, or another program uses the coordinator's port.
+      MeshparError: variables are missing or contradict each other.
     """
     env = os.environ if env is None else env
     launch = detect(env)
@@ -161,13 +158,6 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         return launch
     method = _detection_method(launch, env)
     logger.info("joining: %s", launch)
-    bind = _bind_address(launch, env)
-    if launch.coordinator is not None and launch.process_id is not None and launch.num_processes is not None:
-        try:
-            place = {"process_id": launch.process_id, "num_processes": launch.num_processes}
-            roll.call(launch.coordinator, **place, timeout_s=timeout_s, token=_value(env, roll.TOKEN), bind=bind)
-        except roll.RollError as error:
-            _leave(error)
     _keep_stdout()
     # Its handler would ignore a SIGTERM before the first step. `pod.signals` and `StopAgreement` replace it.
     jax.config.update("jax_enable_preemption_service", False)
@@ -185,7 +175,6 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     try:
         jax.distributed.initialize(
             coordinator_address=launch.coordinator,
-            coordinator_bind_address=bind,
             num_processes=launch.num_processes,
             process_id=launch.process_id,
             local_device_ids=launch.local_device_ids,
@@ -195,33 +184,6 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     finally:
         alarm.cancel()
     return launch
-
-
-def _bind_address(launch: Launch, env: Env) -> str | None:
-    """Return the `host:port` on which process 0 listens; None for other processes.
-
-    The coordinator's name may not be an address of this machine, for example if the port is forwarded. Then process 0
-    listens on all interfaces and logs this.
-    """
-    if launch.process_id != 0 or launch.coordinator is None:
-        return None
-    name, _, port = launch.coordinator.rpartition(":")
-    if chosen := _value(env, "JAX_COORDINATOR_BIND_ADDRESS"):
-        return _with_port(chosen, port)
-    name = name.strip("[]")
-    is_loopback = name in ("localhost", "::1") or name.startswith("127.")
-    with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            host = str(address[0])
-            if is_loopback or not (host == "::1" or host.startswith("127.")):
-                with contextlib.suppress(OSError), socket.socket(family) as probe:
-                    probe.bind(address)
-                    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
-    fix = "set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to choose an address"
-    fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in all processes to protect the join"
-    text = f"{name} is not an address of this machine, so process 0 listens on all interfaces, on port {port}; {fix}"
-    print(f"meshpar: {text}", file=sys.stderr, flush=True)
-    return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
 
 
 def _leave(error: MeshparError) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -14,21 +13,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from meshpar.pod import roll
 from meshpar.pod import signals as interrupts
 from meshpar.sharding.errors import check_divides, problem
-
-if TYPE_CHECKING:
-    from meshpar.sharding.mesh import MeshSpec
 
 PARENT = "MESHPAR_PARENT"
 """Environment variable of a local process: the id of its parent."""
 NEWS = "MESHPAR_NEWS"
 """Environment variable: descriptor of a file in which the parent writes which local process has failed."""
-BEGAN_WITH = "MESHPAR_BEGAN_WITH"
-"""Environment variable, set with `--shrink`: the number of processes before the first loss."""
 GRACE_S = 20.0
 """Seconds that the other processes have to end after a process failed, before they are killed."""
 RESTART_GRACE_S = 2.0
@@ -39,7 +32,7 @@ _POLL_S = 0.1
 _FOLLOW_S = 0.25
 
 
-def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
+def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
     """Run a command as several processes and wait for them. If one of them fails, all are killed.
 
     The host devices of `XLA_FLAGS`, or the visible GPUs, are divided among the processes. Signals are passed on to all
@@ -50,7 +43,6 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
       processes: number of processes.
       restarts: maximum number of restarts. The command is restarted if a process was killed, or ended by the watchdog.
         It resumes from the newest checkpoint with fewer processes, which share all devices, so the mesh is the same.
-      shrink: restart without the devices of the lost process, as on a pod; see `shrunk`.
 
     Returns:
       0, the exit code of the first process that failed, or 128 plus the number of the signal.
@@ -63,11 +55,7 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        token = {roll.TOKEN: secrets.token_hex(16)}
-        envs = [
-            _environment(number, processes, port=port, began_with=began_with, shrink=shrink) | token
-            for number in range(processes)
-        ]
+        envs = [_environment(number, processes, port=port, began_with=began_with) for number in range(processes)]
         with tempfile.TemporaryFile(buffering=0) as news:
             # Each process has its own session, so that only this process receives Ctrl-C, and passes it on once.
             options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
@@ -91,22 +79,6 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
 def _survivors(processes: int, began_with: int) -> int:
     """Return the largest number of processes that is below `processes` and divides `began_with`."""
     return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
-
-
-def shrunk(mesh: MeshSpec) -> MeshSpec:
-    """Return the mesh with a smaller `data` axis, in proportion to the remaining processes (`--shrink`).
-
-    The parameters per process, the global batch and the order of the data do not change. A mesh with an axis of size -1
-    is returned unchanged. Raises `MeshparError` if the axis is indivisible, now or after the next loss.
-    """
-    began_with, now = int(os.environ.get(BEGAN_WITH, "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not began_with or -1 in mesh.values():
-        return mesh
-    for processes in (now, _survivors(now, began_with)):
-        requested = f"continue with {processes} of {began_with} processes on a data axis of {mesh['data']}"
-        fix = "use a larger data axis, or remove --shrink, so that the remaining processes share all devices"
-        check_divides("--shrink", requested, mesh["data"] * processes, began_with, fix)
-    return mesh.replace(data=mesh["data"] * now // began_with)
 
 
 def follow_parent() -> None:
@@ -175,21 +147,22 @@ def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -
     return None
 
 
-def _environment(number: int, processes: int, *, port: int, began_with: int, shrink: bool = False) -> dict[str, str]:
+def _environment(number: int, processes: int, *, port: int, began_with: int) -> dict[str, str]:
     """Return the environment of local process `number`: variables as from a launcher, and its share of the devices."""
-    env, parts = dict(os.environ), began_with if shrink else processes
+    env = dict(os.environ)
     if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
         reason, fix = f"a launcher started this process ({around[0]}={env[around[0]]})", f"unset {around[0]}"
         raise problem(f"--processes {processes}", "start local processes", reason, fix, code="conflict")
     flags = env.get("XLA_FLAGS", "") if env.get("JAX_PLATFORMS") == "cpu" else ""
     if match := re.search(r"(--xla_force_host\w+_count=)(\d+)", flags):
         count = int(match[2])
-        fix = f"use --devices {-(-count // parts) * parts}"
-        check_divides(f"--processes {parts}", f"share {count} host devices", count, parts, fix)
-        env["XLA_FLAGS"] = flags.replace(match[0], f"{match[1]}{count // parts}")
-    elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # a GPU per process at the start
-        share = began_with // parts
+        fix = f"use --devices {-(-count // processes) * processes}"
+        check_divides(f"--processes {processes}", f"share {count} host devices", count, processes, fix)
+        env["XLA_FLAGS"] = flags.replace(match[0], f"{match[1]}{count // processes}")
+    elif processes < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # a GPU per process at the start
+        share = began_with // processes
         env["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(number * share, (number + 1) * share)))
-    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": parts}
-    place |= {"MASTER_PORT": port, PARENT: os.getpid(), **({BEGAN_WITH: began_with} if shrink else {})}
-    return env | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT: os.getpid()}
+    place |= {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}  # by default jax listens on all interfaces
+    return env | {name: str(value) for name, value in place.items()}

@@ -11,12 +11,8 @@ set -euo pipefail
 # NCCL_DEBUG=WARN: log network errors of NCCL, which are silent by default.
 # XLA_FLAGS is not set: `train` uses the options shown by `explain`. Add others with --xla NAME=VALUE.
 # --bind-to none: let a process use all cores of its node. By default Open MPI binds it to a single core.
-# MESHPAR_TOKEN: a secret, without which process 0 rejects connections while the processes join.
-MESHPAR_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export MESHPAR_TOKEN
 exec mpirun --host "$HOSTS" --map-by ppr:1:node --bind-to none \
     -x "JAX_COORDINATOR_ADDRESS=${HOSTS%%,*}:8476" \
     -x XLA_PYTHON_CLIENT_MEM_FRACTION=0.90 \
     -x NCCL_DEBUG=WARN \
-    -x MESHPAR_TOKEN \
     meshpar train "$@"

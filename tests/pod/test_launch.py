@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 import textwrap
 import threading
 
@@ -215,7 +214,6 @@ def test_jax_detects_the_coordinator_of_open_mpi(monkeypatch: pytest.MonkeyPatch
     launch.join({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:5"}, timeout_s=7)
     assert asked == {
         "coordinator_address": None,
-        "coordinator_bind_address": None,
         "num_processes": 4,
         "process_id": 1,
         "local_device_ids": (1,),
@@ -261,24 +259,3 @@ def test_two_processes_join_and_sum() -> None:
         # Nothing of gloo's is there: JSON of several processes can be read.
         assert json.loads(process.stdout) == {"id": rank, "all": 8, "own": 4, "sum": 28.0, "again": True}
         assert f"joining: torchrun: process {rank} of 2, coordinator 127.0.0.1:{port}" in process.stderr
-
-
-@pytest.mark.parametrize(
-    ("coordinator", "resolves_to", "bound"),
-    [
-        ("127.0.0.1:5", "127.0.0.1", "127.0.0.1:5"),
-        ("localhost:5", "127.0.0.1", "127.0.0.1:5"),
-        ("this-host:5", "127.0.1.1", "[::]:5"),  # Debian's address of the host name, which others cannot reach
-        ("forwarded:5", "203.0.113.7", "[::]:5"),  # no interface of this machine
-    ],
-)
-def test_process_0_listens_at_the_given_address(
-    monkeypatch: pytest.MonkeyPatch, capfd, coordinator: str, resolves_to: str, bound: str
-) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (resolves_to, 0))])
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
-    place = launch.Launch(source="jax", num_processes=2, process_id=0, coordinator=coordinator)
-    assert launch._bind_address(place, {}) == bound
-    assert ("listens on all interfaces" in capfd.readouterr().err) == (bound == "[::]:5")
-    assert launch._bind_address(place, {"JAX_COORDINATOR_BIND_ADDRESS": "10.0.0.9"}) == "10.0.0.9:5"
-    assert launch._bind_address(dataclasses.replace(place, process_id=1), {}) is None

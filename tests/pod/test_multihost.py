@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.inspect import trace
 from meshpar.pod import launch
@@ -367,22 +366,8 @@ def test_restarted_processes_share_the_devices(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     env = processes._environment(1, 2, port=5, began_with=8)
     assert launch.detect(env).local_device_ids == (4, 5, 6, 7)
-    env = processes._environment(1, 2, port=5, began_with=8, shrink=True)
-    assert launch.detect(env).local_device_ids == (1,)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     assert launch.detect(processes._environment(1, 2, port=5, began_with=8)).local_device_ids == (4, 5, 6, 7)
-
-
-def test_a_mesh_shrinks_by_the_lost_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = mp.MeshSpec(data=4, fsdp=2)
-    assert processes.shrunk(mesh) == mesh
-    for now, data in ((4, 4), (2, 2), (1, 1)):
-        monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "4", "WORLD_SIZE": str(now)})
-        assert processes.shrunk(mesh) == mp.MeshSpec(data=data, fsdp=2)
-        assert processes.shrunk(mp.MeshSpec(fsdp=-1)) == mp.MeshSpec(fsdp=-1)
-    monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "2", "WORLD_SIZE": "2"})
-    with raises("indivisible", "--shrink"):
-        processes.shrunk(mp.MeshSpec(fsdp=8))
 
 
 @pytest.mark.parametrize(
@@ -390,10 +375,9 @@ def test_a_mesh_shrinks_by_the_lost_processes(monkeypatch: pytest.MonkeyPatch) -
     [
         (["--restarts", "1", "--processes", "2", "--fresh"], "--restarts 1"),
         (["--restarts", "1"], "--restarts 1"),
-        (["--processes", "2", "--shrink"], "--shrink"),
     ],
 )
-def test_restarts_and_shrink_need_other_options(args: list[str], option: str) -> None:
+def test_restarts_need_other_options(args: list[str], option: str) -> None:
     with raises("conflict", option):
         cli.cli.main(["train", "recipe.py", *args], standalone_mode=False)
 
@@ -428,13 +412,13 @@ def test_a_local_process_that_is_killed_is_named_first(tmp_path: Path, victim: i
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("victim", "shrinks"), [(0, False), (1, False), (1, True)])
-def test_a_killed_process_is_restarted_by_the_command(tmp_path: Path, victim: int, shrinks: bool) -> None:
-    args = ["--set", "steps=300", *(("--set", "mesh=data=2", "--set", "strategy=ddp()") if shrinks else ())]
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_restarted_by_the_command(tmp_path: Path, victim: int) -> None:
+    args = ["--set", "steps=300"]
     with start_locally(tmp_path / "whole", *args) as whole:
         assert whole.wait(pods.PATIENCE_S) == 0
     log, metrics = tmp_path / "lost" / "log", tmp_path / "lost" / pods.METRICS
-    with start_locally(tmp_path / "lost", *args, "--restarts", "1", *(["--shrink"] if shrinks else [])) as process:
+    with start_locally(tmp_path / "lost", *args, "--restarts", "1") as process:
         pods.wait_until(lambda: len(pods.losses(metrics)) >= 20, process, log)
         kill_child(process, victim)
         killed_s = time.monotonic()
@@ -442,9 +426,7 @@ def test_a_killed_process_is_restarted_by_the_command(tmp_path: Path, victim: in
         assert time.monotonic() - killed_s < 60
         assert process.wait(pods.PATIENCE_S) == 0, log.read_text()
     whole_losses = pods.losses(tmp_path / "whole" / pods.METRICS)
-    assert ("mesh.data was 2 and is 1" in log.read_text()) == shrinks
-    # With the same mesh, losses are equal bit for bit. A smaller mesh sums in another order.
-    assert pods.losses(metrics) == (pytest.approx(whole_losses, rel=1e-5) if shrinks else whole_losses)
+    assert pods.losses(metrics) == whole_losses  # bit for bit, because the mesh is the same
 
 
 @pytest.mark.matrix
