@@ -277,7 +277,8 @@ def match_collectives(
       scopes_above: scopes outside the model in module paths, for suggested path rules; see `expected.scopes_above`.
         None if the model's activations are annotated.
     """
-    arrays, traced = [array for collective in collectives for array in per_array(collective)], _Traced(messages, sizes)
+    traced = _Traced(messages, sizes)
+    arrays = [traced.with_origin(array, collective) for collective in collectives for array in per_array(collective)]
     # Start with the smallest arrays, because they match the fewest messages.
     from_kernels = sorted(
         (i for i, array in enumerate(arrays) if array.origin == "kernel"), key=lambda i: _elements(arrays[i])
@@ -328,6 +329,16 @@ class _Traced:
         for message in messages:
             key = _reduction_or_kind(message.kind), message.axes, message.elements
             self._remaining[key] += message.count  # type: ignore[assignment]
+
+    def with_origin(self, array: Collective, collective: Collective) -> Collective:
+        """Return the array of a combined collective, not from a kernel if no message has its size.
+
+        XLA combines messages of kernels with others, and may give all of them the name of one.
+        """
+        key = _reduction_or_kind(array.kind), array.axes, _elements(array)
+        if len(collective.parts) == 1 or array.origin != "kernel" or key in self._remaining:
+            return array
+        return dataclasses.replace(array, origin="partitioner")
 
     def take(self, array: Collective, runs: int) -> int:
         """Return how many of the `runs` of a collective match traced messages, and remove these messages.

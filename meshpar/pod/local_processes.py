@@ -162,7 +162,12 @@ def _environment(number: int, processes: int, *, port: int, began_with: int) -> 
     elif processes < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # a GPU per process at the start
         share = began_with // processes
         env["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(number * share, (number + 1) * share)))
-    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    place: dict[str, object] = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+    }
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT: os.getpid()}
     place |= {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}  # by default jax listens on all interfaces
     return env | {name: str(value) for name, value in place.items()}

@@ -79,6 +79,16 @@ def test_a_correct_program_has_no_alarm():
     assert {(entry.kind, entry.actual_count) for entry in found.kernels} == {("all-to-all", 4), ("all-gather", 2)}
 
 
+def test_a_gradient_that_xla_combined_with_a_kernel_is_no_shard_of_its_message():
+    """Both arrays have the name of the kernel."""
+    traced = Message(kind="reduce-scatter", axes=("fsdp",), elements=8 * 4 * WIDTH, dtype="float32", count=3)
+    of_kernel = collective("reduce-scatter", ("fsdp",), 8 * 4 * WIDTH, 3, origin="kernel", module="shard_map")
+    parts = [dataclasses.replace(x.parts[0], op_name="step/shard_map/psum_scatter") for x in (CORRECT[1], of_kernel)]
+    combined = dataclasses.replace(of_kernel, parts=tuple(parts), arrays=tuple(part.array for part in parts))
+    found = match(CORRECT[0], combined, CORRECT[2], traced=[traced])
+    assert found.missing == found.unexpected == ()
+
+
 @pytest.mark.parametrize("origin", ["partitioner", "kernel"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_additional_collective_is_unexpected(kind, origin):
