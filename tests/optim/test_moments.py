@@ -153,7 +153,7 @@ def _adam_over(dtype):
         ("decay", 0.999, (0.6, 1.7), (0.4, 2.0)),
         pytest.param(*("constant", 0.95, (0.98, 1.02), (0.4, 2.0)), marks=pytest.mark.matrix),
         pytest.param(*("constant", 0.99, (0.98, 1.02), (0.4, 2.0)), marks=pytest.mark.matrix),
-        ("constant", 0.999, (0.92, 1.08), (0.4, 2.0)),
+        pytest.param(*("constant", 0.999, (0.92, 1.08), (0.4, 2.0)), marks=pytest.mark.matrix),
         pytest.param(*("sparse", 0.95, (0.85, 1.15), (0.25, 3.0)), marks=pytest.mark.matrix),
         pytest.param(*("sparse", 0.99, (0.85, 1.2), (0.25, 3.0)), marks=pytest.mark.matrix),
         ("sparse", 0.999, (0.8, 1.25), (0.25, 3.0)),

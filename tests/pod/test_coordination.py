@@ -95,10 +95,10 @@ def test_agree_names_the_first_difference_on_all_processes(odd: dict, number: in
 
 
 def test_agree_names_a_missing_process() -> None:
-    errors = agree([RECIPE, None, RECIPE], timeout_s=1.0)
+    errors = agree([RECIPE, None, RECIPE], timeout_s=0.3)
     for number in (0, 2):
         assert "process 1 of 3: cannot compare its recipe with other processes: it did not respond" in errors[number]
-    errors = agree([None, RECIPE], timeout_s=1.0)
+    errors = agree([None, RECIPE], timeout_s=0.3)
     assert "process 0 of 2" in errors[1]
 
 
@@ -208,7 +208,8 @@ def test_check_shared_names_the_process_without_access(
     assert not folder.exists()
 
 
-def test_check_shared_reports_a_failure_of_process_0(tmp_path: Path) -> None:
+def test_check_shared_reports_a_failure_of_process_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "_VISIBLE_S", 0.2)
     (tmp_path / "runs").touch()
     errors = shared(*[tmp_path / "runs" / "pod"] * 2)
     assert errors[0] == errors[1]

@@ -9,6 +9,7 @@ import pytest
 
 from meshpar.schedules import SCHEDULES, make
 from meshpar.schedules.slots import DOWN, STAY, UP
+from tests.grid import cases
 from tests.pipeline.replay import Stale, replay
 
 NAMES = [*SCHEDULES]
@@ -53,7 +54,7 @@ def test_full_backward_needs_one_deferred_slot():
         assert make(name, 4, 8).slots().counts()["deferred_weight_grads"].tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases("eager-1f1b", "zb-v", "dualpipe", grid=NAMES))
 @pytest.mark.parametrize("buffer", ["saved_activations", "deferred_weight_grads", "receive_buffer", "arrives"])
 def test_replay_detects_a_wrong_slot(name, buffer):
     """If a single use of a slot is changed, an op reads the wrong value."""

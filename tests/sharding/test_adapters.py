@@ -514,7 +514,7 @@ class Delegates(nn.Module):
         return getattr(self.__dict__["inner"], name) if "inner" in self.__dict__ else super().__getattr__(name)
 
 
-@pytest.mark.parametrize("base", [Forwards, Delegates])
+@pytest.mark.parametrize("base", [pytest.param(Forwards, marks=pytest.mark.matrix), Delegates])
 def test_linen_module_may_define_getattr(base, mesh):
     """Linen intercepts `__getattr__`, too, so an interceptor that reads an attribute would call itself."""
 

@@ -95,7 +95,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", cases("zb-h1", *list(RUNS)[:3], grid=RUNS))
+@pytest.mark.parametrize("name", cases("zb-h1", next(iter(RUNS)), grid=RUNS))
 def test_complex_parameters_train_like_pairs_of_reals(name, in_pairs):
     spec, strategy, options = RUNS[name]
     metrics, params = trained(PARAMS, spec=spec, strategy=strategy, **options)

@@ -66,6 +66,7 @@ GRID = {
     "slices, zero1": ("fsdp=4,tensor=2", "zero1() | tensor_parallel()", {"interleave": 2}),
     "slices, hsdp": ("data=2,fsdp=2,tensor=2", "hsdp() | tensor_parallel()", {"interleave": 2}),
     "slices, prefetch": ("fsdp=4,tensor=2", AHEAD, {"interleave": 2, "remat": "full"}),
+    "slices, prefetch, offload": ("fsdp=4,tensor=2", AHEAD, {"interleave": 2, "remat": "dots+offload:attention"}),
     "slices, once": ("fsdp=2,tensor=2", "fsdp()", {"interleave": 2, **ONCE}),
     "slices, ring": ("fsdp=2,context=4", "fsdp() | context_parallel()", {"interleave": 2}),
     "slices, heads": ("fsdp=2,context=4", "fsdp() | context_parallel(kind='all-to-all')", {"interleave": 2}),
@@ -141,8 +142,7 @@ LINEN = (
 @pytest.mark.parametrize(
     ("framework", "name"),
     cases(
-        ("nnx", "prefetch, tensor"), ("nnx", "not rounded, once"), ("nnx", "dots+offload"), ("nnx", "slices, prefetch"),
-        ("nnx", "8 bits, rows"),
+        ("nnx", "not rounded, once"), ("nnx", "slices, prefetch, offload"), ("nnx", "8 bits, rows"),
         grid=[*(("nnx", name) for name in GRID), *(("linen", name) for name in LINEN)],
     ),
 )  # fmt: skip

@@ -156,7 +156,7 @@ def test_state_of_all_optimizers_is_sharded(name):
     assert name in UNLIKE or not whole
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", [pytest.param("threefry2x32", marks=pytest.mark.matrix), "rbg"])
 def test_typed_keys_of_an_optimizer_are_restored(impl, tmp_path):
     tx = mp.ema(optax.chain(adam(), optax.add_noise(0.01, 0.5, jax.random.key(7, impl=impl))), 0.9)
     arguments = {"mesh": MESH.build(), "strategy": STRATEGY}

@@ -108,7 +108,7 @@ def one_step(mesh, strategy, *, model="functions", batch=None, **options):
 @pytest.mark.parametrize(
     ("axis", "strategy"),
     [
-        ("fsdp", mp.fsdp(min_bytes=0, quantize="int8")),
+        pytest.param("fsdp", mp.fsdp(min_bytes=0, quantize="int8"), marks=pytest.mark.matrix),
         ("fsdp", mp.fsdp(min_bytes=0, prefetch=1)),
         ("stage", mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")),
     ],
@@ -163,8 +163,14 @@ ONCE = {"accumulate": 2, "reduce_gradients": "once"}
 # ---- Communication without quantization ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [{}, ONCE], ids=str)
-@pytest.mark.parametrize(("quantize", "rtol"), [(EXACT, 2e-5), ("int8", 0.05)], ids=["exact", "int8"])
+@pytest.mark.parametrize(
+    ("mode", "quantize", "rtol"),
+    cases(
+        ({}, EXACT, 2e-5), (ONCE, "int8", 0.05),
+        grid=[({}, EXACT, 2e-5), (ONCE, EXACT, 2e-5), ({}, "int8", 0.05), (ONCE, "int8", 0.05)],
+    ),
+    ids=str,
+)  # fmt: skip
 def test_devices_with_zero_weight_do_not_spread_nan(mode, quantize, rtol):
     """The metric is 0 / 0 on half of the devices."""
     batch = examples(np.repeat([0.0, 1.0, 0.0, 3.0], BATCH // 4))
