@@ -63,7 +63,7 @@ CONTEXTS = {
     "make_mesh": lambda: jax.set_mesh(PLAIN),
 }
 FSDP = mp.fsdp(min_bytes=0)
-QUICK = ("nnx-use_abstract_mesh(foreign)", "linen-set_mesh(foreign)", "functions-make_mesh")
+QUICK = ("nnx-use_abstract_mesh(foreign)", "linen-set_mesh(foreign)")
 
 
 def _loss(model, batch, key):

@@ -141,7 +141,7 @@ def train_bodies(meshpar, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "is_other"),
     [
-        ("optax.sgd(1e-3)", "optax.sgd(9e-1)", True),
+        pytest.param("optax.sgd(1e-3)", "optax.sgd(9e-1)", True, marks=pytest.mark.matrix),
         ("return 1.0 * jnp", "return 2.0 * jnp", True),
         ("import optax", "import optax  # a comment\n\n", False),
     ],

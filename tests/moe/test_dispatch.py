@@ -238,7 +238,7 @@ CASES = {
     "data and tensor, buffers": Case(on(data=2, expert=2, tensor=2), capacity=2),
 }
 QUICK = (
-    "many experts, in chunks", "buffers in chunks", "sparse buffers, summed with a scatter", "reordered, two levels",
+    "many experts, in chunks", "sparse buffers, summed with a scatter", "reordered, two levels",
     "data and tensor",
 )  # fmt: skip
 

@@ -90,7 +90,6 @@ def single_device(framework, dtype):
 @pytest.mark.parametrize(
     ("framework", "case"),
     cases(
-        ("nnx", "fsdp|tensor|accumulate once"),
         ("nnx", "heads|accumulate once"),
         grid=[(f, case) for f in ("nnx", "linen", "functions") for case in CASES if f == "nnx" or case not in NNX_ONLY],
     ),

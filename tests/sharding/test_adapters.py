@@ -438,7 +438,7 @@ class KeyedNnx(nnx.Module):
 
 
 @pytest.mark.parametrize("impl", cases("rbg", grid=["threefry2x32", "rbg"]))
-@pytest.mark.parametrize("kind", ["functions", "linen", "nnx"])
+@pytest.mark.parametrize("kind", [pytest.param("functions", marks=pytest.mark.matrix), "linen", "nnx"])
 def test_typed_keys_in_the_state_are_trained_and_restored(kind, impl, mesh, tmp_path):
     model = {
         "functions": lambda: keyed_functions(impl),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
@@ -57,6 +58,11 @@ def test_stages_save_less_with_remat_rules(framework):
     assert saved_bytes[1] < saved_bytes[0]
 
 
+@functools.cache
+def staged_state(rules):
+    return abstract_state(config().build(), optax.sgd(1.0), mesh=STAGES.abstract(), strategy=STAGED | rules)
+
+
 @pytest.mark.parametrize(
     ("by_path", "remat", "code", "fix"),
     [
@@ -74,8 +80,7 @@ def test_stages_save_less_with_remat_rules(framework):
     ],
 )
 def test_invalid_remat_is_an_error(by_path, remat, code, fix):
-    rules = mp.Rules(remat=by_path)
-    state = abstract_state(config().build(), optax.sgd(1.0), mesh=STAGES.abstract(), strategy=STAGED | rules)
+    state = staged_state(mp.Rules(remat=by_path))
     with raises(code, "remat") as error:
         mp.train_step(next_token_loss, remat=remat).trace(state, token_batches(16, 8, 1)[0])
     assert fix in error.value.fix
