@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import json
@@ -11,15 +10,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
 from meshpar.loop.fit import Hook, Record, Run, Validation
 from meshpar.sharding.host_resources import check_file, open_no_link, replace_file
-
-MAX_LINES = 100_000
-"""Number of lines that are kept in memory, to restore the file."""
 
 
 class MetricsFile(Hook):
@@ -30,8 +26,8 @@ class MetricsFile(Hook):
     no NaN: non-finite values are null, and `nonfinite` contains them as text by name. A resumed run removes the lines
     of the steps that it repeats, and warns if lines of earlier steps are missing.
 
-    If the file is removed, replaced or truncated during the run, or the disk was full, the next write restores it from
-    memory with a warning. Steps whose lines are lost are recorded in a line `step, missing_from`.
+    If the file is removed during the run, later lines are written to a new file. A line that cannot be written is lost,
+    with a warning. `meshpar train` ends with an error that names the missing lines.
 
     Args:
       path: the file. Its folder is created if necessary.
@@ -45,9 +41,7 @@ class MetricsFile(Hook):
         self, path: str | os.PathLike[str], *, also: Callable[[Record], Mapping[str, Any]] | None = None
     ) -> None:
         self._path, self._also = Path(path), also
-        self._file: IO[bytes] | None = None
-        self._lines: collections.deque[bytes] = collections.deque()
-        self._size, self._is_lost = 0, False
+        self._writes = self._is_cut = self._was_warned = False
 
     def on_start(self, run: Run) -> None:
         if jax.process_index() != 0:
@@ -56,8 +50,10 @@ class MetricsFile(Hook):
         if self._path.exists():
             check_file(self._path, str(self._path), "move it away: the run writes its own", max_bytes=None)
             content = self._path.read_bytes()
-        lines, _ = _with_gaps(_valid_lines(content, last_step=run.first_step), run.first_step)
-        self._open(lines)
+        lines = _valid_lines(content, last_step=run.first_step)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path, b"".join(lines))
+        self._writes = True
         if missing := describe_missing([json.loads(line) for line in lines], run.first_step):
             warnings.warn(f"{self._path}: it lacks {missing}, which the run has completed", stacklevel=2)
 
@@ -71,51 +67,21 @@ class MetricsFile(Hook):
         metrics = {f"val_{name}": value for name, value in validation.metrics.items()}
         self._write({"step": validation.step, **metrics, "seconds": validation.seconds})
 
-    def on_end(self, run: Run, reason: str) -> None:
-        if self._file is not None:
-            self._restore_if_damaged()
-            self._file.close()
-            self._file = None
-
-    def _open(self, lines: Sequence[bytes]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path, b"".join(lines))
-        descriptor = open_no_link(self._path, os.O_WRONLY | os.O_APPEND)
-        file = open(descriptor, "ab", buffering=0)  # noqa: SIM115 - unbuffered, so that a killed process loses no line
-        if self._file is not None:
-            self._file.close()
-        self._file, self._size, self._lines = file, sum(map(len, lines)), collections.deque(lines, maxlen=MAX_LINES)
-
     def _write(self, values: Mapping[str, Any]) -> None:
-        if self._file is None:
+        if not self._writes:
             return
-        line = json_line(values).encode()
-        self._lines.append(line)
-        if not self._restore_if_damaged():
-            with contextlib.suppress(OSError):  # on a full disk; the next write finds the file too short
-                self._file.write(line)
-            self._size += len(line)
-
-    def _restore_if_damaged(self) -> bool:
-        """Write the file again if the path no longer refers to the open file, or if it is too short."""
-        assert self._file is not None
-        opened = os.fstat(self._file.fileno())
-        with contextlib.suppress(OSError):
-            if os.path.samestat(opened, os.lstat(self._path)) and opened.st_size >= self._size:
-                return False
-        values = [json.loads(line) for line in self._lines]
-        lines, missing = _with_gaps(self._lines, max((value["step"] for value in values), default=0))
         try:
-            self._open(lines)
-            action, was_reported, self._is_lost = "it is restored", False, False
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Opened for each line and unbuffered, so that a killed process or a removed file loses no later line.
+            with open(open_no_link(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
+                file.write(b"\n" * self._is_cut + json_line(values).encode())
+            self._is_cut = False
         except OSError as error:
-            action = f"it cannot be restored now ({error.strerror or error}). The run continues"
-            was_reported, self._is_lost = self._is_lost, True
-        if not was_reported:
-            lost = f"; it lacks {_describe('steps', missing)}" if missing else ""
-            cause = "was removed, replaced or truncated during the run, or the disk was full"
-            warnings.warn(f"{self._path} {cause}: {action}{lost}", stacklevel=2)
-        return True
+            self._is_cut = True
+            if not self._was_warned:
+                self._was_warned = True
+                text = f"the line of step {values['step']} is lost ({error.strerror or error}). The run continues"
+                warnings.warn(f"{self._path}: {text}", stacklevel=2)
 
 
 def json_line(values: Mapping[str, Any]) -> str:
@@ -167,22 +133,12 @@ def _describe(name: str, ranges: Sequence[tuple[int, int]], limit: int = 4) -> s
 
 
 def _valid_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
-    """Return the complete lines of steps and validations up to a step, without recorded gaps."""
+    """Return the complete lines of steps and validations up to a step."""
 
     def is_valid(line: bytes) -> bool:
         try:
-            values = json.loads(line)
-            return values["step"] <= last_step and "missing_from" not in values
+            return json.loads(line)["step"] <= last_step
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
 
     return [line + b"\n" for line in content.split(b"\n") if is_valid(line)]
-
-
-def _with_gaps(lines: Iterable[bytes], last_step: int) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Return the lines in order, with a line for each range of missing steps, and these ranges."""
-    numbered = [(json.loads(line), line) for line in lines]
-    missing = missing_steps([values for values, _ in numbered], last_step)
-    gaps = [{"step": last, "missing_from": first} for first, last in missing]
-    ordered = sorted([*((gap, json_line(gap).encode()) for gap in gaps), *numbered], key=lambda entry: entry[0]["step"])
-    return [line for _, line in ordered], missing

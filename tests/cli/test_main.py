@@ -194,16 +194,16 @@ def test_removed_files_of_a_run_are_written_again(train_bodies, tmp_path, monkey
 
     monkeypatch.setattr(training_run, "fit", with_removal)
     files = "recipe.json, sharding.json, sharding.txt"
-    with (
-        pytest.warns(UserWarning, match="metrics.jsonl was removed"),
-        pytest.warns(UserWarning, match=f"{files} were removed during the run and are written again"),
-    ):
-        code, _, _ = train_bodies()
-    assert code == 0
+    with pytest.warns(UserWarning, match=f"{files} were removed during the run and are written again"):
+        code, _, error = train_bodies()
+    assert code == 2
+    assert "the metrics of steps 1 are missing" in error
     written = {path.name for path in folder.iterdir()}
     assert {"recipe.json", "sharding.json", "sharding.txt", "metrics.jsonl", "checkpoints"} <= written
     monkeypatch.undo()
-    assert train_bodies("--steps", 3)[0] == 0
+    with pytest.warns(UserWarning, match="it lacks steps 1"):
+        assert train_bodies("--steps", 3)[0] == 2
+    assert json.loads((folder / "summary.json").read_text())["step"] == 3
 
 
 @pytest.mark.parametrize("damage", ["file", "renamed"])
