@@ -118,10 +118,6 @@ class _Carry:
     pending_outputs: PyTree
     """Outputs of the last chunk whose loss has not been computed yet."""
     totals: StageTotals
-    below: jax.Array
-    """Sum of `late`, a vector of each stage, over the earlier stages whose messages have arrived."""
-    above: jax.Array
-    """Sum of `late`, a vector of each stage, over the later stages whose messages have arrived."""
 
 
 class Columns(NamedTuple):
@@ -220,18 +216,17 @@ class Executor:
         self.loss_totals, _ = jax.eval_shape(self._last, self.embedding_and_head, self.x, inputs)
         self.deferred = self.split.deferred_weight_grads if self.plan.buffers()["deferred_weight_grads"] else ()
 
-    def __call__(self, columns: Columns, late: jax.Array) -> tuple[StageTotals, jax.Array]:
+    def __call__(self, columns: Columns) -> StageTotals:
         """Run the ticks of this stage, and return its sums over all microbatches.
 
-        `columns` is the schedule of the stage, with leaves `[tick, ...]`. The vector `late` is summed over the stages
-        in the same loop, and the sum is the second result.
+        `columns` is the schedule of the stage, with leaves `[tick, ...]`.
         """
 
         def tick(carry: _Carry, xs: tuple[Columns, jax.Array]) -> tuple[_Carry, None]:
-            return self.tick(carry, *xs, late), None
+            return self.tick(carry, *xs), None
 
-        carry, _ = lax.scan(tick, self.zeros(late), (columns, jnp.asarray(self.plan.moves)))
-        return carry.totals, carry.below + late + carry.above
+        carry, _ = lax.scan(tick, self.zeros(), (columns, jnp.asarray(self.plan.moves)))
+        return carry.totals
 
     # -- The model ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +265,7 @@ class Executor:
 
     # -- Buffers ------------------------------------------------------------------------------------------------------
 
-    def zeros(self, late: jax.Array) -> _Carry:
+    def zeros(self) -> _Carry:
         counts = self.plan.buffers()
 
         def buffer(like: PyTree, count: int) -> PyTree:
@@ -294,13 +289,11 @@ class Executor:
             receive_buffer=buffer(self.x, max(counts["receive_buffer"], 1)),
             pending_outputs=buffer(self.x, counts["pending_outputs"]),
             totals=StageTotals(_zeros(self.loss_totals).replace(grads=grads), aux),
-            below=jnp.zeros_like(late),
-            above=jnp.zeros_like(late),
         )
 
     # -- A tick -------------------------------------------------------------------------------------------------------
 
-    def tick(self, carry: _Carry, column: Columns, moves: jax.Array, late: jax.Array) -> _Carry:
+    def tick(self, carry: _Carry, column: Columns, moves: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
             buffers = (carry.saved_activations, carry.pending_outputs, carry.deferred_weight_grads)
@@ -308,12 +301,8 @@ class Executor:
                 column.branch, branches, carry.totals, buffers, carry.receive_buffer, column
             )
         receive_buffer = self._messages(carry.receive_buffer, (up, down), column, moves)
-        below, above = carry.below, carry.above
-        if late.size:
-            with jax.named_scope("late"):
-                below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
         return _Carry(saved_activations=saved, deferred_weight_grads=deferred, receive_buffer=receive_buffer,
-                      pending_outputs=pending, totals=totals, below=below, above=above)  # fmt: skip
+                      pending_outputs=pending, totals=totals)  # fmt: skip
 
     def _send(self, x: PyTree, shift: int, ring: bool) -> PyTree:
         """Send to stage + `shift`. Without a ring, the stage at the end of the line receives zeros."""

@@ -55,8 +55,6 @@ class Result(NamedTuple):
     """Metrics of the loss function: means, and sums of integers."""
     aux: dict[str, jax.Array]
     """Auxiliary metrics of the chunks, `[chunk, ...]`: means, and sums of integers."""
-    late: jax.Array
-    """Sum of the argument `late` over the stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,14 +66,13 @@ class StagedRun(StagedModel):
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array, *, specs: Params, grad_specs: Params,
-        late: jax.Array | None = None, extra: PyTree = (),
+        extra: PyTree = (),
     ) -> tuple[Result, Params]:  # fmt: skip
         """Return means over all microbatches and devices, and gradients in the dtype in which they are accumulated.
 
-        Without `sync`, loss, metrics, aux and late are the share of each stage, `[stage, ...]`. `params` are in the
-        compute dtype, and the leaves of `batch` are `[examples, ...]`. `late`, `[stage, n]`, has values of each stage
-        to be summed over the stages. `extra` are the other variables of the model, replicated over the stages. `specs`
-        and `grad_specs` are the shardings of parameters and gradients. Frozen parameters have the gradient None.
+        `params` are in the compute dtype, and the leaves of `batch` are `[examples, ...]`. `extra` are the other
+        variables of the model, replicated over the stages. `specs` and `grad_specs` are the shardings of parameters and
+        gradients. Frozen parameters have the gradient None.
         """
         device, of_trained = _PerDevice(self, specs), self.functions.of_trained
         grad_specs = Params(
@@ -83,9 +80,8 @@ class StagedRun(StagedModel):
         )
         if device.placement.moves_shards:
             params = params._replace(chunks=self._moved(device.placement.spread, params.chunks, specs.chunks))
-        late = jnp.zeros((self.schedule.stages, 0), jnp.float32) if late is None else late
         entry_params = self.constrain(params, device.entry_specs)
-        (totals, late), grads = jax.shard_map(
+        totals, grads = jax.shard_map(
             device,
             mesh=self.mesh,
             in_specs=device.in_specs,
@@ -93,7 +89,7 @@ class StagedRun(StagedModel):
             axis_names=set(device.manual),
             # Gradients are computed inside, so replication does not need to be checked.
             check_vma=False,
-        )(device.plan.columns, entry_params, batch, jax.random.key_data(key), late, extra)
+        )(device.plan.columns, entry_params, batch, jax.random.key_data(key), extra)
         with jax.named_scope("reduce_gradients"):
             chunks = jax.tree.map(lambda g: _summed(g, 0), grads.chunks)
             other = jax.tree.map(lambda g: _summed(g, 1), grads.embedding_and_head)
@@ -103,7 +99,7 @@ class StagedRun(StagedModel):
             grads = grads._replace(chunks=self._moved(device.placement.collect, grads.chunks, grad_specs.chunks))
         sums, count = totals.sums, self.schedule.microbatches * math.prod(self.batch_axis_sizes.values())
         loss, grads = jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), (sums.loss, grads))
-        return Result(loss, means(sums.metrics, count), means(totals.aux, count), late), grads
+        return Result(loss, means(sums.metrics, count), means(totals.aux, count)), grads
 
     def _moved(self, move: Callable[[PyTree], PyTree], chunks: PyTree, specs: PyTree) -> PyTree:
         """Move chunks between stages. Each device moves its shards."""
@@ -177,19 +173,19 @@ class _PerDevice:
             ),
         )
         by_batch, axis = self.batch_axes or None, run.axis
-        self.in_specs = P(None, axis), self.manual_specs, P(by_batch), P(), P(axis), P()
+        self.in_specs = P(None, axis), self.manual_specs, P(by_batch), P(), P()
         grads = _each(
             lambda spec: P(_without_axes_of(P(by_batch), spec)[0], axis, *spec[1:]),
             run.functions.of_trained(self.expert_specs, "chunks"),
         )
-        self.out_specs = P() if run.sync else P(axis), Params(grads, P(axis, by_batch))
+        self.out_specs = P(), Params(grads, P(axis, by_batch))
         self.owners: list[set[int]] = []
         """Stages that compute the gradient of each trainable leaf of `embedding_and_head`; set when this is traced."""
 
     def __call__(
-        self, columns: Any, params: Params, examples: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
-    ) -> tuple[tuple[StageTotals, jax.Array], Params]:
-        """Return ((totals without gradients, sum of `late`), gradients).
+        self, columns: Any, params: Params, examples: PyTree, key_data: jax.Array, extra: PyTree
+    ) -> tuple[StageTotals, Params]:
+        """Return the totals without gradients, and the gradients.
 
         Gradients of chunks are `[1, chunk, ...]`, gradients of embedding and head `[1, 1, ...]`.
         """
@@ -215,7 +211,7 @@ class _PerDevice:
         executor = self.executor(
             functions=functions, params=chunks, embedding_and_head=params.embedding_and_head, **arrays
         )
-        (sums, aux), late = executor(columns, late[0])
+        sums, aux = executor(columns)
         grads = sums.grads
         if not self.placement.moves_shards:
             grads = grads._replace(chunks=self.placement.collect(grads.chunks))
@@ -223,10 +219,7 @@ class _PerDevice:
         grads = grads._replace(embedding_and_head=jax.tree.map(lambda g: g[None], grads.embedding_and_head))
         parts = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
         aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[parts].add(x) for k, x in aux.items()}
-        reduce_axes = self.manual if run.sync else self.batch_axes
-        totals = StageTotals(sums.replace(grads=None), aux)
-        out = (lax.psum(totals, reduce_axes) if reduce_axes else totals), late
-        return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
+        return lax.psum(StageTotals(sums.replace(grads=None), aux), self.manual), grads
 
     def _normalizer(self, embedding_and_head: PyTree, examples: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
         run, last = self.run, jnp.asarray(self.run.schedule.num_parts - 1, jnp.int32)
@@ -307,7 +300,6 @@ def value_and_grad(
     specs: PyTree | None = None,
     gather: Literal["step", "microbatch"] = "step",
     remat: str | None = None,
-    sync: bool = True,
 ) -> Callable[..., tuple[Result, Params]]:
     """Return a function that computes loss and gradients of a pipelined model.
 
@@ -337,15 +329,11 @@ def value_and_grad(
       gather: when weights that are sharded over batch axes are gathered. "step": once, before the loop. "microbatch":
         in each tick that uses them, which saves memory.
       remat: the remat policy of a stage, as in `train_step`, except named policies; None saves all residuals.
-      sync: False removes the synchronization of all stages at the end of a step, for schedules without a bubble between
-        consecutive steps. Loss and metrics are then the share of each stage, `[stage, ...]`; sum them when needed.
 
     Returns:
-      `f(params, batch, key=None, late=None) -> (Result, gradients)`. `params` is a `Params` with leaves `[chunk, ...]`
-      in `chunks`, and the gradients have the same structure. `batch` is a pytree of arrays `[examples, ...]`. `key` is
-      a typed PRNG key, by default `jax.random.key(0)`. `late` is float32 `[stage, n]`: values of each stage from the
-      previous step, such as its share of a gradient norm. They are sent together with the activations, and their sum
-      over stages is returned on all stages.
+      `f(params, batch, key=None) -> (Result, gradients)`. `params` is a `Params` with leaves `[chunk, ...]` in
+      `chunks`, and the gradients have the same structure. `batch` is a pytree of arrays `[examples, ...]`. `key` is a
+      typed PRNG key, by default `jax.random.key(0)`.
 
       The function is compiled, and can be called inside `jax.jit`, together with the optimizer. In that case,
       `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` (on CPUs `xla_cpu_...`) avoids copies of
@@ -370,27 +358,24 @@ def value_and_grad(
     """
     functions = _functions(stage_fn, loss_fn, first_fn, remat)
     staged = StagedRun(
-        functions=functions, schedule=schedule, mesh=mesh, axis=axis, batch_axes=batch_axes, gather=gather, sync=sync
+        functions=functions, schedule=schedule, mesh=mesh, axis=axis, batch_axes=batch_axes, gather=gather
     )
 
-    def run(params: Params, batch: PyTree, key: jax.Array | None, late: jax.Array | None) -> tuple[Result, Params]:
+    def run(params: Params, batch: PyTree, key: jax.Array | None) -> tuple[Result, Params]:
         chunks = jax.tree.map(lambda _: P(axis), params.chunks) if specs is None else specs
         all_specs = Params(chunks, jax.tree.map(lambda _: P(), params.embedding_and_head))
         key = jax.random.key(0) if key is None else key
-        return staged(params, batch, key, specs=all_specs, grad_specs=all_specs, late=late)
+        return staged(params, batch, key, specs=all_specs, grad_specs=all_specs)
 
     # shard_map with auto axes requires jit.
     traced, compiled = jax.jit(run), jax.jit(run, compiler_options=options_for(mesh, {}, IN_PLACE))
 
-    def value_and_grad(
-        params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
-    ) -> tuple[Result, Params]:
+    def value_and_grad(params: Params, batch: PyTree, key: jax.Array | None = None) -> tuple[Result, Params]:
         params = checks.checked_params(staged, params, specs)
         check_rows(batch, staged.batch_axis_sizes, schedule.microbatches, "microbatches")
         checks.check_key(key)
-        checks.check_late(late, schedule)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key, late)))
-        return (traced if is_traced else compiled)(params, batch, key, late)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key)))
+        return (traced if is_traced else compiled)(params, batch, key)
 
     return value_and_grad
 

@@ -141,14 +141,6 @@ def check_key(key: Any) -> None:
         raise problem(where, "draw random numbers from it", "a step needs a single key", fix, code="wrong-type")
 
 
-def check_late(late: Any, schedule: Schedule) -> None:
-    """Check that `late`, the values of each stage from the previous step, is None or an array `[stage, n]`."""
-    if late is not None and (not hasattr(late, "dtype") or late.ndim != 2 or len(late) != schedule.stages):
-        where = f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}"
-        reason, fix = f"it needs a row for each of {schedule.stages} stages", f"pass a float32 [{schedule.stages}, n]"
-        raise problem(where, "sum it over the stages", reason, fix, code="wrong-shape")
-
-
 # ---- User functions --------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ class StagedModel:
     """Mesh axes that shard the batch; None: the axes of `BATCH_AXES` that the mesh has."""
     gather: Literal["step", "microbatch"] = "step"
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
-    sync: bool = True
     expert_specs: PyTree = None
     """PartitionSpec per leaf of the chunks with the batch axes that shard experts. These weights are not gathered, and
     their gradients are not reduced, over these axes. None: the model has no experts."""

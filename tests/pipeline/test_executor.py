@@ -48,7 +48,6 @@ class Case:
     tensor: int = 1
     gather: str = "step"
     remat: str | None = None
-    sync: bool = True
     tied: bool = False
     noise: bool = False
     aux: bool = False
@@ -204,7 +203,7 @@ class Run:
 def function(case: Case):
     return value_and_grad(
         case.stage, case.last, schedule=case.table, mesh=case.mesh, first_fn=case.first, specs=case.specs,
-        gather=case.gather, remat=case.remat, sync=case.sync,
+        gather=case.gather, remat=case.remat,
     )  # fmt: skip
 
 
@@ -481,33 +480,6 @@ def test_stages_send_only_to_neighbors(run, case):
         assert any(c.axes == ("tensor",) and c.in_loop for c in found)
 
 
-APART = [Case(schedule="zb-h2", fsdp=2, sync=False, weighted=weighted) for weighted in (False, True)]
-
-
-@pytest.mark.parametrize("case", cases(APART[1], grid=APART), ids=label)
-def test_sync_false_uses_only_permutes_between_stages(run, case):
-    """Each stage returns its share of the loss."""
-    case_run = run(case)
-    assert all(c.kind == "collective-permute" for c in case_run.collectives if "stage" in c.axes)
-    result, grads = case_run()
-    (loss, (metrics, _)), expected = case.reference()
-    assert result.metrics.keys() == metrics.keys()
-    for shares, total in ((result.loss, loss), *((result.metrics[name], metrics[name]) for name in metrics)):
-        shares = np.asarray(shares)
-        assert shares.shape == (2,)
-        assert shares[0] == 0
-        np.testing.assert_allclose(shares.sum(), total, rtol=1e-12)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), grads, expected)
-
-
-@pytest.mark.parametrize("sync", [pytest.param(True, marks=pytest.mark.matrix), False])
-def test_late_values_are_summed_over_stages(sync):
-    case = Case(schedule="zb-h1", p=4, m=4, dtype="float32", sync=sync)
-    late = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3)), jnp.float32)
-    result, _ = jax.jit(function(case))(*case.data, jax.random.key(7), late)
-    np.testing.assert_array_equal(result.late, late.sum(0) if sync else jnp.tile(late.sum(0), (4, 1)))
-
-
 # ---- WeightPlacement -------------------------------------------------------------------------------------------------
 
 
@@ -556,12 +528,12 @@ def test_stale_buffer_changes_gradients(monkeypatch, buffer):
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def called(params=None, batch=None, stage=None, last=None, key=None, late=None, **options):
+def called(params=None, batch=None, stage=None, last=None, key=None, **options):
     case = Case(dtype="float32")
     options = {"schedule": case.table, "mesh": case.mesh, "first_fn": case.first, **options}
     default_params, default_batch = case.data
     run = value_and_grad(stage or case.stage, last or case.last, **options)
-    return jax.eval_shape(lambda *args: run(*args, key, late), params or default_params, batch or default_batch)
+    return jax.eval_shape(lambda *args: run(*args, key), params or default_params, batch or default_batch)
 
 
 PARAMS, EXAMPLES = Case(dtype="float32").data
@@ -604,8 +576,6 @@ INVALID_CALLS = {
     "keys as parameters": ({"params": Params({"k": jax.random.split(jax.random.key(0))}, {})}, "wrong-dtype", "`k`"),
     "integer key": ({"key": 3}, "wrong-type", "key, int"),
     "several keys": ({"key": jax.random.split(jax.random.key(0))}, "wrong-type", "of shape (2,)"),
-    "late of 3 stages": ({"late": jnp.zeros((3, 1))}, "wrong-shape", "of shape (3, 1)"),
-    "late of lists": ({"late": [[1.0], [2.0]]}, "wrong-shape", "late, a list"),
     "stage of a number": ({"stage": 3}, "wrong-type", f"{WHERE}(stage_fn=3)"),
     "no mesh": ({"mesh": None}, "wrong-type", f"{WHERE}(mesh=None)"),
     "explicit mesh": (
