@@ -1,0 +1,167 @@
+"""Draw the pictures of the topic pages: `python docs/pictures.py [NAME ...]` writes docs/images/NAME.svg.
+
+The covers of the notebooks, which other pages show, come from `make notebooks`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import matplotlib
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import meshpar as mp
+from meshpar.loop.fit import STEPS_IN_FLIGHT
+from meshpar.planner.scaling import grow
+from meshpar.plots.figures import AXES, FAINT, INK, MEMORY, MORE, OPS, figure_of, styled
+
+ROOT = Path(__file__).parents[1]
+
+
+def pipeline() -> Figure:
+    """Draw three schedules for the same number of stages and microbatches."""
+    return mp.plots.schedule(*(mp.pipeline.make(name, stages=4, microbatches=8) for name in ("gpipe", "1f1b", "zb-h2")))
+
+
+def planning() -> Figure:
+    """Draw tokens per second and GPU of the fastest layouts of Llama 3.1 8B."""
+    batch = {name: jax.ShapeDtypeStruct((512, 4096), np.int32) for name in ("inputs", "targets")}
+    search = mp.plan(mp.models.llama3_8b(), batch, "h100:8x8", top=1).search
+    return mp.plots.growth(grow(search.workload, search.cluster, max_gpus=2048))
+
+
+def training() -> Figure:
+    """Draw the learning rates of the three schedules of `mp.AdamW`."""
+    steps = np.arange(1000)
+    schedules = {
+        f'"{name}"': mp.AdamW(lr=3e-4, warmup_steps=100, schedule=name).learning_rate(len(steps))
+        for name in ("cosine", "linear", "constant")
+    }
+    rates = {name: np.asarray([1e4 * float(rate(step)) for step in steps[::10]]) for name, rate in schedules.items()}
+    title = "mp.AdamW(lr=3e-4, warmup_steps=100, schedule=...), a run of 1,000 steps"
+    return mp.plots.curves(steps[::10], rates, x_label="step", y_label="learning rate, 1e-4", title=title)
+
+
+def losses() -> Figure:
+    """Draw the error of a mean of means over the number of parts, for random masks."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 65, size=(2000, 64))  # tokens with weight in each example
+    values = rng.gamma(4.0, 0.5, size=lengths.shape)  # mean loss of each example, nats
+    parts = [1, 2, 4, 8, 16, 32, 64]
+    totals, weights = lengths * values, lengths
+    exact = totals.sum(1) / weights.sum(1)
+    means = [(totals.reshape(-1, n, 64 // n).sum(2) / weights.reshape(-1, n, 64 // n).sum(2)).mean(1) for n in parts]
+    errors = {
+        "mean of the means of the parts": [100 * float(np.sqrt(np.mean((mean / exact - 1) ** 2))) for mean in means],
+        "mp.MeanLoss(total, weight)": [0.0] * len(parts),
+    }
+    labels = {"x_label": "parts of the batch: micro-steps × devices", "y_label": "error of the loss (rms), %"}
+    return mp.plots.curves(parts, errors, title="64 sequences of 1 to 64 tokens, random losses", **labels)
+
+
+@styled
+def huggingface() -> Figure:
+    """Draw the state of Llama 3.1 8B under AdamW on eight devices, for training of all parameters and of adapters."""
+    mesh, model, tx = mp.MeshSpec(fsdp=8).abstract(), mp.models.llama3_8b().build(), optax.adamw(1e-5)
+    tables = {
+        "all parameters, float32": mp.shardings(model, mesh, mp.fsdp(), tx=tx),
+        "LoRA of rank 16,\nfrozen in bfloat16": mp.shardings(
+            mp.lora(rank=16)(model), mesh, mp.fsdp(), tx=tx, precision=mp.Precision(params="bfloat16")
+        ),
+    }
+    figure, (panel,) = figure_of(8.0, 2.4)
+    for row, table in enumerate(tables.values()):
+        start = 0.0
+        parts = {"parameters": table.params, "gradients": table.grads, "optimizer state": table.optimizer}
+        for name, decisions in parts.items():
+            size = sum(decision.bytes_per_device for decision in decisions) / 1e9
+            panel.barh(row, size, 0.6, left=start, color=MEMORY[name], label=name if row == 0 else None)
+            start += size
+        panel.text(start, row, f" {start:.3g}", va="center", fontsize=8)
+    panel.set_yticks(range(len(tables)), tables)
+    panel.invert_yaxis()
+    panel.set(xlabel="GB per device", title="State of Llama 3.1 8B under AdamW on fsdp=8")
+    panel.legend()
+    return figure
+
+
+@styled
+def performance() -> Figure:
+    """Draw the table of simulated steps in docs/performance.md: overlap and memory."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| `(\w+)\.py` \| `([\w:]+)` \| [\d.]+ \| (\d+) % \| (\d+) \|", text, flags=re.MULTILINE)
+    figure, panels = figure_of(9.0, 2.8, columns=2, sharey=True)
+    for panel, column, color, label, limit in (
+        (panels[0], 2, AXES["fsdp"], "overlapped communication, %", 100),
+        (panels[1], 3, MEMORY["parameters"], "memory of a device, GB", 80),
+    ):
+        values = [float(row[column]) for row in rows]
+        panel.barh(range(len(rows)), values, 0.6, color=color)
+        for row, value in enumerate(values):
+            panel.text(value, row, f" {value:g}", va="center", fontsize=8)
+        panel.axvline(limit, color=INK, lw=1, ls=(0, (2, 2)))
+        panel.set(xlabel=label, xlim=(0, 1.1 * limit))
+    panels[0].set_yticks(range(len(rows)), [f"{recipe}, {cluster}" for recipe, cluster, *_ in rows])
+    panels[0].invert_yaxis()
+    figure.suptitle("Simulated steps on H100s")
+    return figure
+
+
+def _rows(names: list[str], bars: list[tuple[int, float, float, str, str]], **labels: str) -> Figure:
+    """Draw bars (row, start, end, text, color) over time."""
+    figure, (panel,) = figure_of(10.0, 0.9 + 0.42 * len(names))
+    for row, start, end, text, color in bars:
+        panel.barh(row, end - start, 0.7, left=start, color=color, edgecolor="white", lw=0.6)
+        panel.text((start + end) / 2, row, text, ha="center", va="center", fontsize=8)
+    panel.set_yticks(range(len(names)), names)
+    panel.tick_params(axis="y", length=0)
+    panel.invert_yaxis()
+    panel.set(**labels)
+    return figure
+
+
+@styled
+def loop() -> Figure:
+    """Draw when `fit` dispatches steps, and when hooks receive their records."""
+    bars = []
+    for step in range(1, 9):
+        end = step + 0.2
+        waits_until = step - STEPS_IN_FLIGHT - 1 + 0.2 + 0.17 if step > STEPS_IN_FLIGHT + 1 else 0.14 * (step - 1)
+        bars += [
+            (0, waits_until, waits_until + 0.12, str(step), MORE[5]),
+            (1, end - 1, end, f"step {step}", OPS["FB"[step % 2]][0]),
+            (2, end, end + 0.15, str(step), AXES["data"]),
+        ]
+    title = f"The host dispatches up to {STEPS_IN_FLIGHT} steps ahead, so devices do not wait for hooks"
+    names = ["host: dispatch", "devices: compute", "hooks: on_record"]
+    return _rows(names, bars, xlabel="time, in durations of a step", title=title)
+
+
+@styled
+def pods() -> Figure:
+    """Draw a run of four processes with `--restarts`: process 2 dies, and all continue from the checkpoint."""
+    join, train, lost, dead = "#c9b6e4", OPS["B"][0], FAINT, "#f4a6a0"
+    bars = []
+    for process in range(4):
+        bars += [(process, 0, 1.3, "join, compare", join), (process, 1.3, 5, "steps 1–400", train)]
+        bars += [(process, 5, 6.4, "steps 401–520", lost)]
+        bars += [(process, 6.4, 6.8, "dies", dead) if process == 2 else (process, 6.4, 7.6, "stall found", dead)]
+        bars += [(process, 7.9, 9.2, "join, restore", join), (process, 9.2, 12, "steps 401–…", train)]
+    title = "A lost process ends the run, and --restarts continues it from the checkpoint of step 400"
+    figure = _rows([f"process {n}" for n in range(4)], bars, xlabel="time (schematic)", title=title)
+    figure.axes[0].set_xticks([])
+    return figure
+
+
+PICTURES = {draw.__name__: draw for draw in (pipeline, planning, training, losses, huggingface, performance, loop, pods)}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PICTURES:
+        with matplotlib.rc_context({"svg.hashsalt": name}):
+            PICTURES[name]().savefig(ROOT / "docs" / "images" / f"{name}.svg", metadata={"Date": None})
