@@ -158,7 +158,9 @@ def pods() -> Figure:
     return figure
 
 
-PICTURES = {draw.__name__: draw for draw in (pipeline, planning, training, losses, huggingface, performance, loop, pods)}
+PICTURES = {
+    draw.__name__: draw for draw in (pipeline, planning, training, losses, huggingface, performance, loop, pods)
+}
 
 
 if __name__ == "__main__":

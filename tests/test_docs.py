@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOPICS = [page for page in PAGES[1:] if page.stem not in ("index", "glossary", "notebooks")]
+DRAWN = {"report", *re.findall(r"^def ([a-z]+)\(\)", (ROOT / "docs" / "pictures.py").read_text(), flags=re.MULTILINE)}
+"""Pictures that tests/tools/report_picture.py and docs/pictures.py draw. Notebooks draw the others."""
 WITH_PYTHON = [page for page in PAGES if "\n```python\n" in page.read_text()]
 
 
@@ -37,6 +40,25 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_pages_are_short(page: Path) -> None:
     """A reader goes through a page in one sitting: at most 200 lines of README and 250 of the other pages."""
     assert len(page.read_text().splitlines()) <= (200 if page.stem == "README" else 250)
+
+
+def test_table_of_extensions_names_files() -> None:
+    """CONTRIBUTING.md has a table of the files, tests and docs to change for each kind of extension."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Where to add\n")[1].split("\n### ")[0]
+    rows = [line.split("|")[2:5] for line in section.splitlines() if line.startswith("| a")]
+    assert 10 <= len(rows) <= 15
+    for row in rows:
+        for folder, cell in zip(("meshpar", "tests", "docs"), row, strict=True):
+            for path in re.findall(r"`([\w/]+(?:/|\.\w+))`", cell):
+                assert (ROOT / folder / path).exists() or (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", TOPICS, ids=name_of)
+def test_topics_have_a_picture(page: Path) -> None:
+    pictures = [page.parent / name for name in re.findall(r"!\[[^]]+\]\((images/[^)]+)\)", page.read_text())]
+    assert pictures
+    for picture in pictures:
+        assert picture.stem in DRAWN or (ROOT / "notebooks" / f"{picture.stem}.ipynb").exists()
 
 
 def test_error_codes_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
