@@ -2,7 +2,7 @@
 
     messages ─► template ─► text and spans of answers ─► tokens, weights ─► packed rows ─► batches
 
-`template.py` renders the texts in a process with limited time and memory.
+`template.py` renders the texts.
 """
 
 from __future__ import annotations

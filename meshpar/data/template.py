@@ -1,4 +1,4 @@
-"""Chat templates of Hugging Face tokenizers, rendered in a process with limited time and memory."""
+"""Chat templates of Hugging Face tokenizers, with limits on the size of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import contextlib
 import datetime
 import importlib.util
 import json
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +17,10 @@ DATE = "2024-07-26"
 """Default date of Llama's templates."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names for the reasoning of an assistant's message."""
-MAX_SECONDS = 5.0
-"""Maximum processor time per conversation. Published templates need milliseconds."""
 MAX_CHARS = 10_000_000
-"""Maximum length of the texts of a conversation."""
-MAX_BYTES = 1 << 29
-"""Maximum memory of the rendering process."""
+"""Maximum bytes of the messages of a conversation in JSON, and maximum characters of its rendered texts."""
+MAX_TEMPLATE_CHARS = 100_000
+"""Maximum length of a template. Published templates have up to 15,000 characters."""
 EXTRAS = ("tools", "documents")
 """Fields of a record that templates can read, in addition to the messages."""
 
@@ -43,7 +35,7 @@ class Rendered(NamedTuple):
 
 
 class Template:
-    """A chat template. `template_process.py` renders it."""
+    """A chat template. `template_renderer.py` renders it."""
 
     def __init__(
         self, source: str, variables: Mapping[str, str], *, where: str, date: str = DATE, tool_use: str | None = None
@@ -53,11 +45,17 @@ class Template:
         if importlib.util.find_spec("jinja2") is None:
             reason, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
             raise problem("meshpar.data.ChatData", "render a chat template", reason, fix, "missing-package")
-        self._process = _Process(source, dict(variables), date)
-        reply = self._process.start()
-        if "error" in reply:
-            raise problem(where, "compile it as a chat template", reply["error"], _FIX_RELEASE, "bad-syntax")
-        self.reads = set(reply["result"])
+        from meshpar.data.template_renderer import Renderer
+
+        requested = "compile it as a chat template"
+        if len(source) > MAX_TEMPLATE_CHARS:
+            reason = f"it has {len(source):,} characters, and the limit is {MAX_TEMPLATE_CHARS:,}"
+            raise problem(where, requested, reason, _FIX_RELEASE, "bad-syntax")
+        try:
+            self._renderer = Renderer(source, variables, date, max_chars=MAX_CHARS)
+        except Exception as error:  # jinja2 raises SyntaxError, RecursionError and AssertionError, too
+            raise problem(where, requested, _reason(error), _FIX_RELEASE, "bad-syntax") from error
+        self.reads = self._renderer.reads & {*EXTRAS}
         """The fields among `EXTRAS` that the template reads."""
         if self._tool_template is not None:
             self.reads |= self._tool_template.reads | {"tools"}
@@ -109,73 +107,26 @@ class Template:
         _check_text(where, {"messages": messages, **extras})
         if self._tool_template is not None and extras["tools"] is not None:
             return self._tool_template.render(where, messages, **extras)
-        reply = self._process.ask((_messages(where, messages), extras))
-        if "result" not in reply:
-            requested, fix, code = f"render it with {self.where}", "use a different template", "render-failed"
-            if "rejected" in reply:
-                where, code = f"{where}, message {reply['rejected']}", "unsupported-feature"
-                if reply["prompt"]:
-                    prompt = f"{reply['prompt']!r:.60}"
-                    reply["error"] = f"the rendered message does not start with the generation prompt, {prompt}"
-                    fix = "use a template that writes it in messages, or that marks answers with {% generation %}"
-                else:
-                    reply["error"] = "the template renders earlier messages differently if this message follows"
-                    fix = "use a template that keeps earlier messages, or that marks answers with {% generation %}"
-            raise problem(where, requested, reply["error"], fix, code)
-        return [Rendered(text, [(start, stop) for start, stop in spans]) for text, spans in reply["result"]]
+        from meshpar.data.template_renderer import UnknownPosition
 
-
-class _Process:
-    """Runs a template in `template_process`. Restarts the process if a conversation ended it.
-
-    `settings` are the source of the template, its variables and the date.
-    """
-
-    def __init__(self, *settings: object) -> None:
-        self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> dict[str, Any]:
-        limits = [f"{limit}" for limit in (MAX_SECONDS, MAX_BYTES, MAX_CHARS)]
-        command = [sys.executable, "-P", "-m", "meshpar.data.template_process", *limits]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=env)
-        self._end = weakref.finalize(self, _end, self._process)
-        return self.ask(self._settings)
-
-    def ask(self, request: object) -> dict[str, Any]:
-        """Return the reply to a request: `result`, `rejected` or `error`."""
-        if self._process is None:
-            self.start()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = b""
+        requested, texts = f"render it with {self.where}", _messages(where, messages)
         try:
-            message = pickle.dumps(request)
-            process.stdin.write(message)
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except RecursionError:
-            return {"error": "it is nested too deep"}
-        except BrokenPipeError:
-            pass
-        if line:
-            return json.loads(line)
-        process.stdout.close()
-        code, self._process = process.wait(), None
-        self._end()
-        if code == -signal.SIGPROF:
-            return {"error": f"it needs more than {MAX_SECONDS:g} seconds of processor time"}
-        return {"error": f"the rendering process ended with code {code}"}
+            return [Rendered(*text) for text in self._renderer.render(texts, extras)]
+        except UnknownPosition as error:
+            number, prompt = error.args
+            if prompt:
+                reason = f"the rendered message does not start with the generation prompt, {prompt!r:.60}"
+                fix = "use a template that writes it in messages, or that marks answers with {% generation %}"
+            else:
+                reason = "the template renders earlier messages differently if this message follows"
+                fix = "use a template that keeps earlier messages, or that marks answers with {% generation %}"
+            raise problem(f"{where}, message {number}", requested, reason, fix, "unsupported-feature") from error
+        except Exception as error:  # a template can raise any exception
+            raise problem(where, requested, _reason(error), "use a different template", "render-failed") from error
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    with contextlib.suppress(BrokenPipeError):
-        process.communicate()
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error)[:1000].split())[:200]}"
 
 
 def _read(file: Path) -> str:
@@ -217,18 +168,21 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
 
 
 def _check_text(where: str, fields: Mapping[str, Any]) -> None:
-    """Check that the fields of a record have no NaN or infinity, and only text that is valid UTF-8."""
+    """Check the size of the fields of a record, that their text is UTF-8, and that they have no NaN or infinity."""
     for name, value in fields.items():
         try:
-            json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode()
+            size = len(json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode())
         except UnicodeError as error:
             reason, fix, code = f"its text is not UTF-8 ({error})", "write it in UTF-8", "bad-syntax"
         except RecursionError:
-            continue  # the rendering process reports it
+            reason, fix, code = "it is nested too deep", "write it with fewer levels", "bad-syntax"
         except ValueError:
             reason, fix, code = "it contains NaN or an infinity", "use text or null instead", "wrong-type"
         else:
-            continue
+            if size <= MAX_CHARS:
+                continue
+            reason, code = f"it has {size:,} bytes, and the limit is {MAX_CHARS:,}", "out-of-range"
+            fix = "split the conversation"
         raise problem(where, f"read its `{name}`", reason, fix, code)
 
 

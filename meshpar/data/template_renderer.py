@@ -1,9 +1,6 @@
-"""Process that renders a chat template with limited processor time, memory and output.
+"""Rendering of chat templates in the immutable sandbox of jinja2, as in transformers.
 
-    meshpar.data.template ── pickled conversation ──► this process ── a line of JSON: texts or an error ──► back
-
-Templates are untrusted programs. The sandbox of jinja2 isolates them. The kernel limits the memory of this process, and
-stops it if rendering exceeds the time limit, even during a single call of a C function.
+The sandbox isolates templates from Python. It does not limit their time and memory.
 """
 
 from __future__ import annotations
@@ -12,11 +9,7 @@ import datetime
 import functools
 import itertools
 import json
-import pickle
 import re
-import resource
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +17,6 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
-
-from meshpar.data.template import EXTRAS
 
 _BEGIN, _END = "\ud800", "\udfff"
 """Temporary markers of generated parts. Valid texts do not contain these characters."""
@@ -51,7 +42,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     num_marks = 0
 
 
-class _Rejected(Exception):
+class UnknownPosition(Exception):
     """Raised if the position of an answer in the text cannot be determined.
 
     The arguments are the index of the message and the generation prompt, which is not the start of the message. The
@@ -71,7 +62,8 @@ class Renderer:
         self._env.globals["strftime_now"] = datetime.datetime.strptime(date, "%Y-%m-%d").strftime
         self._env.filters["tojson"] = _to_json
         names = self._env.parse(source).find_all(jinja2.nodes.Name)
-        self.reads = {node.name for node in names if node.ctx == "load"} & {*EXTRAS}
+        self.reads = {node.name for node in names if node.ctx == "load"}
+        """Names of the variables that the template reads."""
         self._template = self._env.from_string(source)
 
     def render(self, messages: list[dict[str, Any]], extras: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
@@ -89,7 +81,7 @@ class Renderer:
             if not upto.startswith(before):
                 history, _ = text(messages[:number], prompt=False)
                 is_kept = before.startswith(history) and upto.startswith(history)
-                raise _Rejected(number, before[len(history) :] if is_kept else "")
+                raise UnknownPosition(number, before[len(history) :] if is_kept else "")
             spans = texts.pop()[1] if texts and upto.startswith(texts[-1][0]) else []
             texts.append((upto, [*spans, (len(before), len(upto))]))
         if not texts or full.startswith(texts[-1][0]):
@@ -127,45 +119,3 @@ def _to_json(
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _reply(function: Callable[..., Any], *args: Any) -> bytes:
-    try:
-        return json.dumps({"result": function(*args)}, ensure_ascii=False).encode()
-    except _Rejected as rejected:
-        reply = {"rejected": rejected.args[0], "prompt": rejected.args[1]}
-    except MemoryError:
-        reply = {"error": "it needs too much memory"}
-    except Exception as error:  # including SyntaxError, RecursionError and AssertionError
-        reply = {"error": f"{type(error).__name__}: {' '.join(str(error)[:1000].split())[:200]}"}
-    return json.dumps(reply).encode()
-
-
-def main() -> None:
-    """Compile the template of the first request, then render the conversations of further requests."""
-    max_seconds, max_bytes, max_chars = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; its exit closes the input
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # other systems do not enforce the limit
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    requests, replies, renderer = sys.stdin.buffer, sys.stdout.buffer, None
-
-    def compile_template(*request: Any) -> list[str]:
-        nonlocal renderer
-        renderer = Renderer(*request, max_chars=max_chars)
-        return sorted(renderer.reads)
-
-    while True:
-        try:
-            request = pickle.load(requests)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, max_seconds)  # SIGPROF ends this process
-        reply = _reply(compile_template if renderer is None else renderer.render, *request)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(reply + b"\n")
-        replies.flush()
-
-
-if __name__ == "__main__":
-    main()
