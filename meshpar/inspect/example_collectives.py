@@ -17,34 +17,34 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshpar.layers.example_flow import Examination
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective
 
 ROLE = "examples that the loss combines"
 
 
-def expected(examination: Examination, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
+def expected(examination: Examination, rows: int, execution: Execution) -> Iterator[ExpectedCollective]:
     """Yield the collectives that operations on several examples may cause; none for independent examples.
 
     Args:
       examination: the examined loss function, on the global batch.
       rows: number of examples of the global batch.
-      step_spec: description of the step.
+      execution: description of the step.
     """
-    axes = step_spec.ordered(step_spec.batch_axes)
+    axes = execution.ordered(execution.batch_axes)
     if examination.combined is None or not axes or rows < 2:
         return
     runs: Counter[tuple[int, str]] = Counter()
     for combination in examination.combinations:
         for elements, dtype in set(combination.arrays):
-            runs[elements, step_spec.wire(dtype)] += combination.runs
+            runs[elements, execution.wire(dtype)] += combination.runs
         # Per example: maximum, sum and target of a softmax, and the sum in its gradient.
-        runs[rows, step_spec.wire("float32")] += 2 * combination.runs
-    shards = math.prod(step_spec.sizes[axis] for axis in axes)
+        runs[rows, execution.wire("float32")] += 2 * combination.runs
+    shards = math.prod(execution.sizes[axis] for axis in axes)
     for (elements, dtype), count in runs.items():
         # Twice, because the backward pass may recompute the forward pass.
         common: dict[str, Any] = {
             "role": ROLE, "axes": axes, "elements": elements, "dtype": dtype, "tensors": (),
-            "count": (0, 2 * count * step_spec.accumulate),
+            "count": (0, 2 * count * execution.microbatches),
         }  # fmt: skip
         if elements % shards:
             yield ExpectedCollective(kind="sum", **common)

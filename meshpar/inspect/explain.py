@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -19,7 +18,7 @@ from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect import example_collectives
 from meshpar.inspect.census import Collective, census, on_stage
-from meshpar.inspect.expected import expected_by_stage, expected_collectives, scopes_above, step_spec_of
+from meshpar.inspect.expected import expected_by_stage, scopes_above
 from meshpar.inspect.function import explain_function
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
@@ -31,7 +30,6 @@ from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
 from meshpar.inspect.report import FunctionReport, Report, program_notes, timed_collectives
 from meshpar.inspect.schedule_counts import ScheduleCounts
-from meshpar.inspect.stage_partition import StagePartition, parts_of
 from meshpar.inspect.stage_summary import stages
 from meshpar.inspect.target import mesh_on, require_aot, traced_for
 from meshpar.inspect.timeline.simulator import timeline
@@ -42,13 +40,12 @@ from meshpar.layers.precision import cast_back_fix, wide_work
 from meshpar.models import embedding_lookup as lookup
 from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
 from meshpar.parallel.batch import StepBatch, shape_of
-from meshpar.parallel.expected.step_spec import ParamUsage
+from meshpar.parallel.expected.execution import Execution, ParamUsage, split_axes
 from meshpar.sharding.context import apart
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
-from meshpar.training.gradients.selection import deferred_axes_of, engine_of_setup
+from meshpar.sharding.types import PyTree, axis_sizes, problem
+from meshpar.training.gradients.selection import engine_of_setup
 from meshpar.training.independence import examined
-from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
@@ -162,26 +159,25 @@ def _explain(
     traced = step.trace(state, batch)
     batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
-    options = step.compile_options(setup)
-    parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
-    program, counts = compiler(lowered), None if parts is None else ScheduleCounts(parts.schedule)
+    options, execution = step.compile_options(setup), step.describe(state, batch)
+    counts = None if execution.pipeline is None else ScheduleCounts(execution.pipeline.table())
+    program = compiler(lowered)
     collectives = census(program.module, sizes, counts)
     on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
     times = None
     if cluster is not None and not reason:
         times = timeline(program.module, collectives, cluster, counts, overlap_limit=overlap_limit(options))
-    account = memory(program, setup, batch, cluster, options=step.options)
+    execution = dataclasses.replace(execution, on_cpu=on_cpu)
+    account = memory(program, setup, batch, cluster, execution=execution)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
         changes = remedies(step, setup, batch, compiler, account.limit_bytes)
         account = dataclasses.replace(account, remedies=changes)
     flops = model_flops(step, state, batch)
     param_uses = _uses(step, state, batch)
-    match = check_collectives(
-        setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses,
-        examination=_examination(step, state, batch),
-    )  # fmt: skip
-    findings = [*lint(program, collectives, setup, step.options, cluster, times), *_other_dtypes(match, step.options)]
+    examination = _examination(step, state, batch)
+    match = check_collectives(setup, execution, collectives, traced.jaxpr, uses=param_uses, examination=examination)
+    findings = [*lint(program, collectives, setup, execution, cluster, times), *_other_dtypes(match, execution)]
     wide = wide_work(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if wide is not None:
         findings.append(Finding(rule="wide-compute", source=wide.where, what=wide.what, fix=wide.fix, nbytes=0))
@@ -209,11 +205,11 @@ def _explain(
         fingerprint=fingerprint(lowered, options),
         notes=(
             *program_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
-            *_grouped_note(program, step.options),
-            *_repeated_reductions_note(setup, step.options),
-            *_router_losses_note(setup, step.options, traced.out_info[1]),
+            *_grouped_note(program, execution),
+            *_repeated_reductions_note(execution),
+            *_router_losses_note(execution, traced.out_info[1]),
         ),
-        stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
+        stages=None if execution.pipeline is None else stages(execution, times),
         timeline=times,
         program=program,
     )
@@ -221,58 +217,51 @@ def _explain(
 
 def check_collectives(
     setup: Setup,
-    options: StepOptions,
-    batch: PyTree,
+    execution: Execution,
     collectives: Sequence[Collective],
     jaxpr: Any = None,
-    parts: StagePartition | None = None,
     *,
-    on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
     examination: Examination | None = None,
 ) -> MatchResult:
     """Compare a program's collectives with the strategy's expected collectives and the traced kernel messages.
 
     Args:
-      setup: see `expected.expected_collectives`, also for `options`, `batch`, `on_cpu` and `uses`.
-      options: the options of the step.
-      batch: the global batch.
+      setup: model, mesh and strategy.
+      execution: the description of the step.
       collectives: the program's census.
       jaxpr: the traced step, which shows the collectives of `shard_map` kernels. None means no kernels.
-      parts: the stage partition of a pipelined step.
-      on_cpu: whether XLA:CPU compiled it.
       uses: uses of parameters by path.
       examination: the examined loss function, on the global batch of a micro-step. None if it only sees local batches.
     """
-    sizes = axis_sizes(setup.mesh)
     limits: dict[str, Any] = {
-        "sizes": sizes,
+        "sizes": execution.sizes,
         "longest": max((max(d.leaf.shape, default=0) * d.leaf.num_layers for d in setup.table.params), default=0),
-        "batch_axes": setup.batch_axes,
+        "batch_axes": execution.batch_axes,
     }
-    if parts is None:
-        sent = () if jaxpr is None else messages(jaxpr)
-        uses_lookup = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
-        chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
-        expected = expected_collectives(
-            setup, options, batch, on_cpu=on_cpu, exchanges_rows=uses_lookup, vocab_chunks=chunks, uses=uses
+    if execution.pipeline is not None:
+        sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(execution.pipeline.table()))
+        by_stages = enumerate(expected_by_stage(setup.strategy, execution))
+        return merge_stages(
+            [
+                match_collectives(expected, on_stage(collectives, stage), by_stage(sent, stage), **limits)
+                for stage, expected in by_stages
+            ]
         )
-        if examination is not None:
-            step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
-            rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
-            expected += tuple(example_collectives.expected(examination, rows, step_spec))
-        limits["small_share"] = SMALL_SHARE if uses else 0.0
-        limits["unannotated_axes"] = step_spec_of(setup, options, batch, uses=uses).unannotated_axes
-        limits["scopes_above"] = scopes_above(setup)
-        return match_collectives(expected, collectives, sent, micro_steps=options.accumulate, **limits)
-    sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(parts.schedule))
-    by_stages = enumerate(expected_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
-    return merge_stages(
-        [
-            match_collectives(expected, on_stage(collectives, stage), by_stage(sent, stage), **limits)
-            for stage, expected in by_stages
-        ]
+    traced = dataclasses.replace(
+        execution.with_uses(uses or {}),
+        exchanges_rows=jaxpr is not None and enters(jaxpr, lookup.SCOPE),
+        vocab_chunks=1 if jaxpr is None else vocab_chunks(jaxpr),
     )
+    expected = setup.strategy.expected_collectives(traced)
+    if examination is not None:
+        rows = execution.rows * execution.num_shards(execution.batch_axes)
+        expected += tuple(example_collectives.expected(examination, rows, execution))
+    limits["small_share"] = SMALL_SHARE if uses else 0.0
+    limits["unannotated_axes"] = traced.unannotated_axes
+    limits["scopes_above"] = scopes_above(setup)
+    sent = () if jaxpr is None else messages(jaxpr)
+    return match_collectives(expected, collectives, sent, micro_steps=execution.micro_steps, **limits)
 
 
 def _examination(step: TrainStep, state: TrainState, batch: PyTree) -> Examination | None:
@@ -291,12 +280,12 @@ def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamU
     return {decision.path: use for decision, use in zip(decisions, param_uses, strict=True)}
 
 
-def _other_dtypes(matching: MatchResult, options: StepOptions) -> Iterator[Finding]:
+def _other_dtypes(matching: MatchResult, execution: Execution) -> Iterator[Finding]:
     """Yield a finding for each expected collective whose dtype differs from the precision of the step.
 
     With 8-bit matmuls, weights gathered in an 8-bit dtype are expected.
     """
-    rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
+    rounded = {"f8e4m3fn", "f8e5m2", "f16"} if execution.low_precision else set()  # f16: by XLA:CPU
     for entry in matching.matched:
         if dtypes := set(entry.actual_dtypes) - (rounded if entry.kind == "all-gather" else set()):
             is_wider = max(map(dtype_bits, dtypes)) > dtype_bits(entry.dtype)
@@ -305,7 +294,7 @@ def _other_dtypes(matching: MatchResult, options: StepOptions) -> Iterator[Findi
                 what=f"{entry.role} ({', '.join(entry.tensors[:3])}{', ...' * (len(entry.tensors) > 3)}): "
                 f"{entry.kind} over {'*'.join(entry.axes)} in {', '.join(sorted(dtypes))}, "
                 f"but the step's precision is {entry.dtype}",
-                fix=cast_back_fix(options.precision)
+                fix=cast_back_fix(execution.compute)
                 if is_wider
                 else "pass dot_general=meshpar.layers.precision.dot_general to the model's matmuls, so that gradients "
                 "are reduced in Precision.reduce",
@@ -313,39 +302,36 @@ def _other_dtypes(matching: MatchResult, options: StepOptions) -> Iterator[Findi
             )
 
 
-def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
+def _grouped_note(program: Program, execution: Execution) -> Iterator[str]:
     """Yield a note if expert matmuls on GPUs use no library kernel, for example because a package is not installed."""
     if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
         return
-    dtype = options.precision.compute or options.precision.params or "float32"
+    dtype = execution.compute or next((w.leaf.dtype.name for w in execution.weights if w.leaf.is_expert), "float32")
     why = "the only one for 8-bit matmuls"
-    if options.precision.matmul is None:
+    if not execution.low_precision:
         why = choose_grouped_matmul("cuda", dtype).why
         if has_kernels() and not has_tokamax():
             why += "; with the extras cuda12 or cuda13 the pod runs a different program"
     yield f"expert matmuls use the blocked implementation: {why}"
 
 
-def _router_losses_note(setup: Setup, options: StepOptions, metrics: Mapping[str, Any]) -> Iterator[str]:
+def _router_losses_note(execution: Execution, metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note if router losses depend on the number of micro-steps or microbatches."""
-    pipeline = setup.strategy.pipeline
-    parts, unit = (options.accumulate, "micro-steps") if pipeline is None else (pipeline.microbatches, "microbatches")
+    parts, unit = execution.microbatches, "microbatches" if execution.is_pipelined else "micro-steps"
     if parts > 1 and "moe/aux_loss" in metrics:
         yield f"auxiliary losses of routers, if they have a weight, are means over {parts} {unit}, each with its tokens"
 
 
-def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
+def _repeated_reductions_note(execution: Execution) -> Iterator[str]:
     """Yield a note if each micro-step all-reduces gradient shards, although one all-reduce per step would suffice."""
-    if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
+    if execution.num_exchanges == 1 or execution.deferred_axes:
         return
-    if deferred_axes_of(setup, options):
-        return
-    for decision in setup.table.params:
-        axes = set(axes_of_spec(decision.spec, setup.sizes)) & set(setup.batch_axes)
-        if axes and (others := set(setup.batch_axes) - axes):
-            over = ", ".join(f"`{axis}`" for axis in setup.batch_axes if axis in others)
+    for weight in execution.weights:
+        axes = set(split_axes(execution, weight.spec)) & set(execution.batch_axes)
+        if axes and (others := set(execution.batch_axes) - axes):
+            over = ", ".join(f"`{axis}`" for axis in execution.batch_axes if axis in others)
             yield (
-                f"gradient shards are all-reduced over {over} in each of {options.accumulate} micro-steps; "
+                f"gradient shards are all-reduced over {over} in each of {execution.micro_steps} micro-steps; "
                 'reduce_gradients="once_across_groups" accumulates them and reduces them once'
             )
             return

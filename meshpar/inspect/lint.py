@@ -33,20 +33,19 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import KINDS, UNKNOWN, Collective, per_array
 from meshpar.inspect.compiler_messages import Rematerialization
-from meshpar.inspect.expected import scopes_above, step_spec_of
+from meshpar.inspect.expected import scopes_above
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.shapes import dtype_bits, parse_shape
 from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.program import Program
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.simulator import Timed, Timeline
-from meshpar.parallel.expected.step_spec import split_axes
+from meshpar.parallel.expected.execution import Execution, split_axes
 from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import USER
-from meshpar.sharding.types import Decision, axis_sizes, num_shards, owner_of, spec_axes
+from meshpar.sharding.types import Decision, num_shards, owner_of, spec_axes
 from meshpar.sharding.units import human_bytes, human_time
-from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 _Place = tuple[Computation, Instruction]
@@ -81,7 +80,7 @@ def lint(
     program: Program,
     collectives: Iterable[Collective],
     setup: Setup | None = None,
-    options: StepOptions | None = None,
+    execution: Execution | None = None,
     cluster: Cluster | None = None,
     times: Timeline | None = None,
 ) -> tuple[Finding, ...]:
@@ -90,7 +89,8 @@ def lint(
     `times` is the simulated step, for the rule `small-messages`. Without a `setup`, the program is not a training step,
     and only rules that need no strategy apply.
     """
-    context = _Context(program, tuple(collectives), setup, options or StepOptions(), cluster, times)
+    execution = Execution(sizes={}) if execution is None else execution
+    context = _Context(program, tuple(collectives), setup, execution, cluster, times)
     rules = _RULES if setup is not None else _RULES_OF_PROGRAMS
     by_layer: dict[Any, list[Finding]] = {}
     for finding in itertools.chain.from_iterable(rule(context) for rule in rules):
@@ -116,7 +116,7 @@ class _Context:
     collectives: tuple[Collective, ...]
     setup: Any
     """The `Setup` of a training step; None for other programs, which skip the rules that use it."""
-    options: StepOptions
+    execution: Execution
     cluster: Cluster | None
     times: Timeline | None
 
@@ -130,11 +130,7 @@ class _Context:
 
     @property
     def batch_axes(self) -> frozenset[str]:
-        return frozenset(self.setup.batch_axes)
-
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        return axis_sizes(self.setup.mesh)
+        return frozenset(self.execution.batch_axes)
 
     @functools.cached_property
     def arrays(self) -> tuple[Collective, ...]:
@@ -153,7 +149,7 @@ class _Context:
         """Shapes, with sorted dims, of parameters, gradients and optimizer state: full, sharded and per layer."""
         dims: set[tuple[int, ...]] = set()
         for decision in (*self.setup.table.params, *self.setup.table.grads, *self.setup.table.optimizer):
-            shards = [num_shards((entry,), self.sizes) for entry in decision.spec]
+            shards = [num_shards((entry,), self.execution.sizes) for entry in decision.spec]
             options = itertools.zip_longest(decision.leaf.shape, shards, fillvalue=1)
             for shape in itertools.product(*({size, size // n} for size, n in options)):
                 dims |= {tuple(sorted(shape)), tuple(sorted(shape[1:]))}
@@ -171,8 +167,8 @@ class _Context:
     @functools.cached_property
     def computes_in_16_bits(self) -> bool:
         """True if the compute dtype has 16 bits; if none is set, true if most matmul FLOPs are in 16 bits."""
-        if self.options.precision.compute is not None:
-            return np.dtype(self.options.precision.compute).itemsize == 2
+        if self.execution.compute is not None:
+            return np.dtype(self.execution.compute).itemsize == 2
         flops_16_bits = total = 0
         for matmul in work.matmuls(self.module):
             operand = matmul.computation[matmul.ins.operands[0]].shape
@@ -259,7 +255,7 @@ def _gathers_batch(context: _Context, array: Collective) -> bool:
         return False
     gathered_dim = context.module.computations[array.computation][array.name].attributes.get("dimensions")
     # [examples, positions] of a batch or a micro-step
-    micro_steps = {1, context.options.accumulate}
+    micro_steps = {1, context.execution.micro_steps}
     prefixes = {(shape[0] // n, *shape[1:2]) for shape in context.batch_shapes for n in micro_steps if shape}
     is_activation = any(len(dims) > len(prefix) and dims[: len(prefix)] == prefix for prefix in prefixes)
     return gathered_dim == "{0}" and is_activation
@@ -267,9 +263,9 @@ def _gathers_batch(context: _Context, array: Collective) -> bool:
 
 def _is_repeated(context: _Context, array: Collective) -> bool:
     """Return whether a collective in a loop sends the same data in every iteration of the innermost loop."""
-    trips, accumulate = [loop.trip_count for loop in array.loops], context.options.accumulate
-    # With `reduce_gradients="each_microbatch"`, weights are gathered in each micro-step on purpose.
-    if not trips or trips[-1] == 1 or (accumulate > 1 and trips == [accumulate]):
+    trips, micro_steps = [loop.trip_count for loop in array.loops], context.execution.micro_steps
+    # Weights may be gathered in each micro-step on purpose.
+    if not trips or trips[-1] == 1 or (micro_steps > 1 and trips == [micro_steps]):
         return False
     body, name = context.module.computations[array.loops[-1].body], array.name
     if array.computation != body.name:  # in an async wrapper
@@ -409,16 +405,15 @@ def _passed(computation: Computation, param: Instruction, caller: Computation, c
 
 
 def _slow_axis(context: _Context) -> Iterator[Finding]:
-    cluster, setup = context.cluster, context.setup
+    cluster, execution = context.cluster, context.execution
     if cluster is None:
         return
     # Axes with communication within a layer: they shard weights or activations, but not the batch.
-    step_spec, pipelined = step_spec_of(setup, context.options, ()), setup.strategy.pipeline
-    weight_axes = {axis for weight in step_spec.weights for axis in split_axes(step_spec, weight.decision.spec)}
-    inner = {*step_spec.tensor_axes, *step_spec.context_axes, *(weight_axes - context.batch_axes)}
-    for axis in sorted(inner - (set() if pipelined is None else {pipelined.axis})):
+    weight_axes = {axis for weight in execution.weights for axis in split_axes(execution, weight.decision.spec)}
+    inner = {*execution.tensor_axes, *execution.context_axes, *(weight_axes - context.batch_axes)}
+    for axis in sorted(inner - (set() if execution.pipeline is None else {execution.pipeline.axis})):
         collectives = [collective for collective in context.collectives if axis in collective.axes]
-        if not collectives or not cluster.crosses_node([axis], context.sizes):
+        if not collectives or not cluster.crosses_node([axis], execution.sizes):
             continue
         nbytes = int(sum(collective.bytes_sent_per_step for collective in collectives))
         largest = max(collectives, key=lambda collective: collective.bytes_sent_per_step)
@@ -427,7 +422,7 @@ def _slow_axis(context: _Context) -> Iterator[Finding]:
             rule="slow-axis",
             module=largest.module,
             source=largest.source,
-            what=f"mesh axis `{axis}` ({context.sizes[axis]}) crosses nodes of {cluster.gpus_per_node} GPUs: layers "
+            what=f"mesh axis `{axis}` ({execution.sizes[axis]}) crosses nodes of {cluster.gpus_per_node} GPUs: layers "
             f"wait for {human_bytes(nbytes)} per step at {human_bytes(link.bytes_per_s)}/s instead of "
             f"{human_bytes(cluster.inside.bytes_per_s)}/s",
             fix=f"use a divisor of {cluster.gpus_per_node} for `{axis}` and more devices for fsdp or data",
@@ -480,9 +475,9 @@ def _fix_of_small_messages(context: _Context, sent: Collective) -> str:
     fixes, axes = [f"use fewer shards over {', '.join(sent.axes)}"], set(sent.axes)
     if context.setup is not None:
         fixes.append("use more examples per device")
-        if context.options.accumulate > 1:
+        if context.execution.micro_steps > 1:
             fixes.append("use fewer micro-steps")
-        if context.options.interleave == 1 and not axes <= context.batch_axes:
+        if context.execution.batch_slices == 1 and not axes <= context.batch_axes:
             fixes.append("use interleave=2, which overlaps messages with matmuls")
     if sent.kind in ("all-gather", "all-reduce", "reduce-scatter"):
         option = f"xla_gpu_{sent.kind.replace('-', '_')}_combine_threshold_bytes"
@@ -495,7 +490,7 @@ def _idle_axis(context: _Context) -> Iterator[Finding]:
     decisions = (*table.params, *table.grads, *table.optimizer)
     used = {axis for decision in decisions for entry in decision.spec for axis in spec_axes(entry)}
     used |= context.batch_axes | {axis for collective in context.collectives for axis in collective.axes}
-    for axis, size in context.sizes.items():
+    for axis, size in context.execution.sizes.items():
         if size == 1 or axis in used or UNKNOWN in used:
             continue
         yield Finding(
@@ -514,7 +509,7 @@ def _fix_of_whole_batch(context: _Context, module: str) -> str:
 
 def _fix_of_float32(context: _Context, module: str) -> str:
     cause = "the model undoes the cast of Precision.compute: look for a module with dtype=float32 or float32 inputs"
-    if context.options.precision.compute is None:
+    if context.execution.compute is None:
         cause = 'cast before the sharding changes: Precision(compute="bfloat16") casts weights before they are gathered'
     return f"{cause}; call astype on an activation before constrain"
 

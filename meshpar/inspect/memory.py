@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from meshpar.hardware.clusters import Cluster, gpu_of_kind
 from meshpar.inspect.program import Program
@@ -27,24 +27,22 @@ from meshpar.inspect.source_scopes import layerless
 from meshpar.inspect.timeline import program_work as work
 from meshpar.parallel.batch import rows_of, shape_of
 from meshpar.parallel.data import Data
-from meshpar.parallel.expected.step_spec import StepSpec
+from meshpar.parallel.expected.execution import Execution, Weight
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     AnyMesh,
     Decision,
-    Leaf,
     MeshparError,
     PyTree,
-    axis_sizes,
-    is_spec,
     leaf_of,
     num_shards,
     owner_of,
     tree_leaves_with_paths,
 )
 from meshpar.sharding.units import human_bytes
+from meshpar.training.gradients.selection import describe
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -125,9 +123,10 @@ class Memory(Plain):
 
 
 def memory(
-    program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, options: StepOptions | None = None
+    program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, execution: Execution | None = None
 ) -> Memory:
-    """Return the memory of a training step per device. The step's options are `StepOptions()` by default."""
+    """Return the memory of a training step per device. By default, the step has no options."""
+    execution = describe(setup, StepOptions()) if execution is None else execution
     params, optimizer, other = _state_bytes(setup)
     limit = limit_bytes(setup.mesh, cluster)
     peak = program.peak_bytes
@@ -142,7 +141,7 @@ def memory(
         other_bytes=other,
         state_bytes=params + optimizer + other,
         batch_bytes=_batch_bytes(setup, batch),
-        gradients_bytes=min(_gradients_bytes(setup, options or StepOptions()), program.temporary_bytes),
+        gradients_bytes=min(_gradients_bytes(execution), program.temporary_bytes),
         temporaries_bytes=program.temporary_bytes,
         output_bytes=program.output_bytes - program.alias_bytes,
         peak_bytes=peak,
@@ -187,24 +186,19 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     return nbytes - sharded + sharded // shards
 
 
-def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
+def _gradients_bytes(execution: Execution) -> int:
     """Return the bytes of the gradients before the update. Gradients that are reduced once per step count unsharded."""
-    layout = setup.layout
-    specs = layout.updates if options.accumulate == 1 else layout.grads
-    pipelined = setup.strategy.pipeline
-    unsharded_axes = setup.batch_axes if options.is_once or pipelined is not None else ()
-    sizes = {axis: 1 if axis in unsharded_axes else size for axis, size in axis_sizes(setup.mesh).items()}
-
+    unsharded_axes = execution.batch_axes if execution.gathers_once else ()
+    sizes = execution.sizes | dict.fromkeys(unsharded_axes, 1)
     # A schedule may run a pipeline chunk on two stages, and accumulates its gradients on both.
-    copies = Fraction(pipelined.table().copies) if pipelined is not None else Fraction(1)
+    copies = Fraction(1 if execution.pipeline is None else execution.pipeline.table().copies)
 
-    def gradient_bytes(leaf: Leaf, spec: PartitionSpec) -> int:
-        compute = options.precision.compute or leaf.dtype
-        itemsize = np.dtype(options.precision.reduce_dtype(compute)).itemsize
-        return int(itemsize * leaf.size * (copies if leaf.is_stacked else 1)) // num_shards(spec, sizes)
+    def gradient_bytes(weight: Weight) -> int:
+        itemsize, leaf = execution.reduce_dtype(weight.decision).itemsize, weight.leaf
+        nbytes = int(itemsize * leaf.size * (copies if leaf.is_stacked else 1))
+        return nbytes // num_shards(execution.grad_spec(weight), sizes)
 
-    pairs = zip(setup.table.params, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    return sum(gradient_bytes(decision.leaf, spec) for decision, spec in pairs if decision.leaf.is_trained)
+    return sum(gradient_bytes(weight) for weight in execution.weights if weight.leaf.is_trained)
 
 
 def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Contributor]:
@@ -382,12 +376,12 @@ def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strateg
 
     With `state`, vary the components that shard the training state; otherwise, vary the other components.
     """
-    strategy, step_spec = setup.strategy, StepSpec(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
+    strategy, execution = setup.strategy, Execution(sizes=setup.sizes, micro_steps=options.accumulate)
     parts = [part for part in strategy.parts if part.shards_state == state]
     if parts or not state:
-        return [variant for part in parts for variant in strategy.memory_reductions(part, step_spec)]
+        return [variant for part in parts for variant in strategy.memory_reductions(part, execution)]
     variants = []
-    for part in Data().memory_reductions(step_spec):  # custom rules: add the rules of ZeRO and keep the batch rules
+    for part in Data().memory_reductions(execution):  # custom rules: add the rules of ZeRO and keep the batch rules
         params, grads, optimizer, _ = strategy.rules & part.rules()
         label, activations = f"{strategy} | {part}", strategy.activations
         custom = Custom(params=params, grads=grads, optimizer=optimizer, activations=activations, label=label)

@@ -25,6 +25,7 @@ from meshpar.moe import tokamax_kernels as kernels
 from meshpar.parallel.batch import StepBatch, as_given
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.types import PyTree
+from meshpar.training.gradients.selection import describe
 from meshpar.training.independence import traced_alone
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -48,7 +49,8 @@ class ModelFlops:
 def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops:
     """Return the model FLOPs of a training step."""
     notes: dict[str, None] = {}
-    forward = step.options.accumulate * matmul_flops(forward_of(step, state, batch), notes)
+    micro_steps = describe(state.setup, step.options).micro_steps
+    forward = micro_steps * matmul_flops(forward_of(step, state, batch), notes)
     return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
 
 
@@ -206,7 +208,7 @@ def forward_of(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxpr:
 
 def micro_batch(step: TrainStep, state: TrainState, batch: PyTree) -> PyTree:
     """Return the shapes of the global batch of a micro-step."""
-    setup, count = state.setup, step.options.accumulate
+    setup, count = state.setup, describe(state.setup, step.options).micro_steps
     batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch.rows)
     return as_given(dataclasses.replace(batch, rows=rows))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
-from meshpar.inspect.expected import kept_and_gathered_axes, of_stage, step_spec_of
-from meshpar.inspect.stage_partition import StagePartition
+from meshpar.inspect.expected import kept_and_gathered_axes
 from meshpar.inspect.timeline.simulator import Timeline
-from meshpar.parallel.expected.step_spec import ITEMSIZE
+from meshpar.parallel.expected.execution import ITEMSIZE, Execution
 from meshpar.pipeline.traffic import gathers_in_cells, traffic
+from meshpar.schedules import Schedule
 from meshpar.schedules.ops import W
 from meshpar.sharding.printing import Plain
-from meshpar.training.options import StepOptions
-from meshpar.training.state import Setup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,18 +56,11 @@ class Stages(Plain):
     """Both gather modes; empty if layers are not sharded over batch axes."""
 
 
-def stages(
-    setup: Setup,
-    options: StepOptions,
-    batch: Any,
-    parts: StagePartition,
-    times: Timeline | None,
-    *,
-    on_cpu: bool = False,
-) -> Stages:
+def stages(execution: Execution, times: Timeline | None) -> Stages:
     """Return the summary of a pipelined step."""
-    schedule = parts.schedule
-    assert setup.strategy.pipeline is not None
+    assert execution.pipeline is not None
+    assert execution.stage_uses is not None
+    schedule = execution.pipeline.table()
     return Stages(
         schedule=schedule.name,
         stages=schedule.stages,
@@ -81,37 +72,35 @@ def stages(
         waiting_fraction=times.bubble_s / times.step_s if times is not None and times.step_s else None,
         peak_activations=tuple(int(count) for count in schedule.peak_activations),
         messages=traffic(schedule).messages,
-        message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in parts.stage_outputs),
-        gather=setup.strategy.pipeline.gather,
-        gathering=_gathering(setup, options, batch, parts, on_cpu=on_cpu),
+        message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in execution.stage_uses.outputs),
+        gather=execution.pipeline.gather,
+        gathering=_gathering(execution, schedule, execution.stage_uses.reads),
     )
 
 
 def _gathering(
-    setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool
+    execution: Execution, schedule: Schedule, reads: Mapping[str, tuple[bool, bool, bool]]
 ) -> tuple[Gathering, ...]:
     """Return both gather modes; empty if no layer is sharded over batch axes."""
-    schedule, pipelined = parts.schedule, setup.strategy.pipeline
-    assert pipelined is not None
-    step_spec = dataclasses.replace(step_spec_of(setup, options, batch, on_cpu=on_cpu), is_pipelined=True)
     rounds = traffic(schedule).rounds
     # An F and a B in the same tick slot use different chunks.
     chunks_in_use = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
     sent_bytes, held_bytes = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
     in_slots, is_sharded = np.zeros(schedule.stages), False
-    for weight in (weight for weight in step_spec.weights if weight.decision.leaf.is_stacked):
-        decision = of_stage(weight, pipelined.axis, schedule.stages).decision
-        stage_axes, batch_axes = kept_and_gathered_axes(step_spec, dataclasses.replace(weight, decision=decision))
+    pairs = zip(execution.weights, execution.stage_weights, strict=True)
+    for weight in (on_stage for weight, on_stage in pairs if weight.leaf.is_stacked):
+        decision = weight.decision
+        stage_axes, batch_axes = kept_and_gathered_axes(execution, weight)
         is_sharded |= bool(batch_axes)
-        shards, itemsize = step_spec.num_shards(batch_axes), ITEMSIZE[step_spec.wire(step_spec.compute_dtype(decision))]
-        stage_bytes = decision.leaf.size // step_spec.num_shards(stage_axes) * itemsize
+        shards, itemsize = execution.num_shards(batch_axes), ITEMSIZE[execution.wire(execution.compute_dtype(decision))]
+        stage_bytes = decision.leaf.size // execution.num_shards(stage_axes) * itemsize
         chunk_size = decision.leaf.size * schedule.stages // schedule.num_parts
-        chunk_bytes = chunk_size // step_spec.num_shards(stage_axes) * itemsize
+        chunk_bytes = chunk_size // execution.num_shards(stage_axes) * itemsize
         sent_bytes["step"] += (1 - 1 / shards) * stage_bytes + rounds * chunk_bytes
         held_bytes["step"] += schedule.chunks * chunk_bytes
         sent_bytes["microbatch"] += rounds * chunk_bytes / shards
         if batch_axes:
-            in_slots += (1 - 1 / shards) * chunk_bytes * gathers_in_cells(schedule, parts.reads[decision.path])
+            in_slots += (1 - 1 / shards) * chunk_bytes * gathers_in_cells(schedule, reads[decision.path])
         held_bytes["microbatch"] += schedule.chunks * chunk_bytes // shards
         held_bytes["microbatch"] += chunks_in_use * chunk_bytes if batch_axes else 0
     sent_bytes["microbatch"] += float(in_slots.max())

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, axes_of_spec, check_choice, problem
+
+if TYPE_CHECKING:
+    from meshpar.parallel.expected.execution import StageUses
 
 
 @with_field_docs
@@ -157,10 +160,10 @@ class WideWork(NamedTuple):
     fix: str
 
 
-def cast_back_fix(precision: Precision) -> str:
+def cast_back_fix(compute: str | None) -> str:
     """Return the advice for a model that casts its parameters to a higher precision."""
     return (
-        f"build the model's modules with dtype={precision.compute}, and cast inputs and constants to it: modules cast "
+        f"build the model's modules with dtype={compute}, and cast inputs and constants to it: modules cast "
         "their parameters to their own dtype, or promote them to the dtype of the inputs"
     )
 
@@ -188,7 +191,7 @@ def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> 
         f"{sum(flops_by_source.values()) / all_flops:.0%} of the matmul FLOPs are in {dtype}, most of them at {where}, "
         f"although Precision(compute={precision.compute!r}) casts the parameters"
     )
-    return WideWork(where, what, cast_back_fix(precision))
+    return WideWork(where, what, cast_back_fix(precision.compute))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
@@ -219,6 +222,8 @@ class Numerics:
     """Number of calls of `scan_layers` so far."""
     matched: set[str] = dataclasses.field(default_factory=set)
     """Patterns of `Precision.matmul` that matched a module with a supported matmul."""
+    stage_uses: StageUses | None = None
+    """Uses of parameters by pipeline stages, recorded by their engine."""
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, split_axes
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective, parent, split_axes
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.errors import check_choice, problem
@@ -46,11 +46,11 @@ class Context(Parallelism):
         fix = "remove context_parallel()"
         return (RequiredAxis(axis=self.axis, strategy=repr(self), fix=fix),)
 
-    def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+    def expected_collectives(self, step: Execution) -> Iterator[ExpectedCollective]:
         """Yield the all-to-alls of `kind="all-to-all"`. For `kind="ring"`, see `kernels`."""
         return _scattered(step) if self.kind == "all-to-all" else iter(())
 
-    def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+    def kernels(self, step: Execution) -> Iterator[ExpectedCollective]:
         """Yield the ring's messages: keys and values forward and backward, and their float32 gradients backward."""
         tokens = step.tokens if self.kind == "ring" and step.tokens else 0
         for decision in (weight.decision for weight in step.weights) if tokens else ():
@@ -58,7 +58,7 @@ class Context(Parallelism):
             if not (leaf.has("kv_heads") and leaf.has("embed")):
                 continue
             width = _elements_per_token(step, decision)
-            runs, compute = leaf.num_layers * step.accumulate, step.wire(step.compute_dtype(decision))
+            runs, compute = leaf.num_layers * step.microbatches, step.wire(step.compute_dtype(decision))
             for dtype, count in ((compute, runs * (1 + step.recomputed(leaf.num_layers))), ("f32", runs)):
                 yield ExpectedCollective(
                     role="keys and values round the ring", kind="gather", axes=step.context_axes,
@@ -72,7 +72,7 @@ class Context(Parallelism):
             yield from (cls(), cls(kind="all-to-all"))
 
 
-def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
+def _scattered(step: Execution) -> Iterator[ExpectedCollective]:
     """Yield four all-to-alls per attention layer (queries, keys, values, output), and four for their gradients.
 
     Layers that have weights with a `kv_heads` dim are attention layers.
@@ -86,7 +86,7 @@ def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
         if not keys or step.tokens is None:
             continue
         slices = step.slices(stack)
-        runs = stack * step.accumulate * slices
+        runs = stack * step.microbatches * slices
         for elements in _elements_sent(step, keys[0], heads):
             for direction, most in (("forward", step.recomputed(stack)), ("backward", 1)):
                 yield ExpectedCollective(
@@ -96,13 +96,13 @@ def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
                 )  # fmt: skip
 
 
-def _elements_per_token(step: StepSpec, decision: Decision) -> int:
+def _elements_per_token(step: Execution, decision: Decision) -> int:
     """Return the number of elements per token and device that a projection of the residual stream computes."""
     tensor = step.num_shards(set(split_axes(step, decision.spec)) & set(step.tensor_axes))
     return decision.leaf.size // decision.leaf.num_layers // decision.leaf.size_of("embed") // tensor
 
 
-def _elements_sent(step: StepSpec, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
+def _elements_sent(step: Execution, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
     """Yield the elements per token and device that the all-to-alls of queries, keys, output and values send.
 
     Queries and keys have the same head dim, and so have outputs and values.

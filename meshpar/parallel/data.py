@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.step_spec import StepSpec
+from meshpar.parallel.expected.execution import Execution
 from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, replicated_all
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.parallel.zero import stages_above
@@ -27,7 +27,7 @@ class Data(Parallelism):
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
         return iter((cls(),) if space.num_shards("fsdp") == 1 else ())
 
-    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
+    def memory_reductions(self, step: Execution) -> tuple[Parallelism, ...]:
         return stages_above("ddp", step)
 
 

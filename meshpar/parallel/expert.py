@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective, parent
 from meshpar.parallel.parallelism import Axes, Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 
@@ -33,7 +33,7 @@ class Expert(Parallelism):
         if space.is_node_first and space.num_shards("data") > 1:
             yield cls(("data", "expert"))
 
-    def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+    def kernels(self, step: Execution) -> Iterator[ExpectedCollective]:
         """Yield the exchanges of token-expert assignments, forward, backward and for rematerialized layers.
 
         In node-first dispatch over two axes, a token is sent at most once to each node over the first axis.
@@ -49,7 +49,7 @@ class Expert(Parallelism):
                 forms: Counter[tuple[int, str]] = Counter()
                 for direction, times in directions.items():
                     nbytes = step.row_bytes and step.row_bytes(direction, width)
-                    forms[(nbytes, "u8") if nbytes else plain] += times * stack * step.accumulate
+                    forms[(nbytes, "u8") if nbytes else plain] += times * stack * step.microbatches
                 for (elements, dtype), count in forms.items():
                     yield ExpectedCollective(
                         role="rows to experts and back", kind="exchange", axes=axes,
@@ -57,7 +57,7 @@ class Expert(Parallelism):
                         tensors=(decision.path,),
                     )  # fmt: skip
 
-    def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
+    def _levels(self, step: Execution, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
         """Yield (mesh axes, copies sent per token, exchanges by direction) for each communication level.
 
         `forward` is the number of forward passes, including recomputation.

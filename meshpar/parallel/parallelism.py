@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective
 from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
 from meshpar.sharding.types import problem
 
@@ -99,7 +99,7 @@ class Parallelism:
         """Return the mesh axes whose size must be greater than 1."""
         return ()
 
-    def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+    def expected_collectives(self, step: Execution) -> Iterator[ExpectedCollective]:
         """Yield the activation collectives that XLA inserts for these rules.
 
         Collectives for parameters and gradients follow from their shardings and are added by the caller.
@@ -109,7 +109,7 @@ class Parallelism:
         """
         return iter(())
 
-    def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+    def kernels(self, step: Execution) -> Iterator[ExpectedCollective]:
         """Yield the communication of meshpar's kernels, as collectives of the same size. Cost estimates use them."""
         return iter(())
 
@@ -122,7 +122,7 @@ class Parallelism:
         """
         return iter(())
 
-    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
+    def memory_reductions(self, step: Execution) -> tuple[Parallelism, ...]:
         """Return variants that need less memory, ordered from the least to the most intrusive."""
         return ()
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.step_spec import StepSpec
+from meshpar.parallel.expected.execution import Execution
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.sharding.errors import MeshparError, check_cases, check_choice, check_positive_int, is_int, problem
 from meshpar.sharding.rules import BATCH_AXES
@@ -122,7 +122,7 @@ class Pipeline(Parallelism):
         fix = "remove pipeline_parallel()"
         return (RequiredAxis(axis=self.axis, strategy=repr(self), fix=fix),)
 
-    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
+    def memory_reductions(self, step: Execution) -> tuple[Parallelism, ...]:
         """Return variants with more and smaller microbatches."""
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 

@@ -7,18 +7,24 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
+from meshpar.parallel.expected.execution import (
+    GRADIENTS,
+    RENEWED,
+    WEIGHTS,
+    Execution,
+    ExpectedCollective,
+    merged,
+)
 from meshpar.parallel.expected.matmuls import contracted
-from meshpar.parallel.expected.step_spec import ExpectedCollective, ParamUsage, StepSpec, Weight, merged
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
 from meshpar.sharding.errors import check_int
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
-from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
+from meshpar.sharding.rules import USER, Rules
+from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
 
 if TYPE_CHECKING:
     from meshpar.parallel.pipeline import Pipeline
@@ -123,65 +129,38 @@ class Strategy:
         """The pipeline component, or None."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
 
-    def step_spec(
-        self, sizes: dict[str, int], *, weights: tuple[Weight, ...], batch_axes: tuple[str, ...], tokens: int | None,
-        uses: Mapping[str, ParamUsage] = MappingProxyType({}), **step: Any,
-    ) -> StepSpec:  # fmt: skip
-        """Describe a training step under this strategy. The activation rules determine the tensor and context axes.
-
-        Args:
-          sizes: size of each mesh axis, in mesh order.
-          weights: the parameters.
-          batch_axes: axes with more than one rank that shard the batch.
-          tokens: tokens per device and micro-step before the sequence is sharded, or None without tokens.
-          uses: usage of parameters whose activations have no constraint, by path; see `meshpar.inspect.param_usage`.
-          **step: other fields of `StepSpec`.
-        """
-        rules = self.activations
-
-        def axes_for(*names: str) -> set[str]:
-            matches = (rules.name_rule(name) for name in names)
-            axes = {axis for rule in matches if rule is not None for axis in axes_in(rule.value)}
-            return {axis for axis in axes if sizes.get(axis, 1) > 1}
-
-        width = axes_for(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
-        context = axes_for("seq") - width - set(batch_axes)
-        sequence = axes_for("norm_seq") - context
-        specs = (weight.spec for weight in weights if weight.leaf.names is None or weight.leaf.path in uses)
-        unannotated = {axis for spec in specs for axis in axes_of_spec(spec, sizes)} - set(batch_axes)
-        return StepSpec(
-            sizes=sizes, weights=weights, batch_axes=batch_axes,
-            tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence | unannotated) - set(batch_axes)),
-            sequence_axes=tuple(axis for axis in sizes if axis in sequence),
-            context_axes=tuple(axis for axis in sizes if axis in context), uses=uses,
-            unannotated_axes=tuple(axis for axis in sizes if axis in unannotated),
-            tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
-            quantize=self.quantize, is_prefetched=bool(self.prefetched_axes),
-            is_tied=sum(weight.leaf.has("vocab") for weight in weights) == 1, **step,
-        )  # fmt: skip
-
-    def expected_collectives(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives that XLA should insert for this strategy.
+    def expected_collectives(self, execution: Execution) -> tuple[ExpectedCollective, ...]:
+        """Return the collectives that XLA should insert for this strategy, in a step without pipeline stages.
 
         Parameter and gradient collectives follow from the merged rules. Each component adds its activation collectives.
         """
-        of_params, of_scales = leaves.expected_collectives(step_spec), scales.expected_collectives(step_spec)
-        return merged([*of_params, *of_scales, *self.activation_collectives(step_spec)])
+        of_params, of_scales = leaves.expected_collectives(execution), scales.expected_collectives(execution)
+        expected = merged([*of_params, *of_scales, *self.activation_collectives(execution)])
+        unannotated = set(execution.unannotated_axes)
 
-    def activation_collectives(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
+        def optional(collective: ExpectedCollective) -> ExpectedCollective:
+            # The sharding of activations over an unannotated axis is unknown, so XLA may use another form.
+            if not unannotated & set(collective.axes) or collective.role in (WEIGHTS, GRADIENTS, RENEWED):
+                return collective
+            counts = tuple((axis, 0, maximum) for axis, _, maximum in collective.counts)
+            return dataclasses.replace(collective, count=(0, collective.count[1]), counts=counts)
+
+        return tuple(map(optional, expected))
+
+    def activation_collectives(self, execution: Execution) -> tuple[ExpectedCollective, ...]:
         """Return the activation collectives. A collective that two components expect counts once."""
         expected: list[ExpectedCollective] = []
         for part in self.parts:
             earlier = set(expected)
-            expected += [item for item in part.expected_collectives(step_spec) if item not in earlier]
+            expected += [item for item in part.expected_collectives(execution) if item not in earlier]
         return tuple(expected)
 
-    def memory_reductions(self, part: Parallelism, step_spec: StepSpec) -> tuple[Strategy, ...]:
+    def memory_reductions(self, part: Parallelism, execution: Execution) -> tuple[Strategy, ...]:
         """Return copies of this strategy in which `part` is replaced by a variant that needs less memory."""
         index = self.parts.index(part)
         return tuple(
             dataclasses.replace(self, parts=(*self.parts[:index], variant, *self.parts[index + 1 :]))
-            for variant in part.memory_reductions(step_spec)
+            for variant in part.memory_reductions(execution)
         )
 
     # -- Values -------------------------------------------------------------------------------------------------------
@@ -260,8 +239,8 @@ class Bare(Parallelism):
         # Path patterns refer to parameters: a pattern such as `.*` must not match the batch.
         return RuleSets(self.given, self.given, self.given, activations("default") | self.given.without_paths())
 
-    def expected_collectives(self, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
-        return contracted(step_spec)  # rules by hand may split weights over any axis, as `tensor_parallel` does
+    def expected_collectives(self, execution: Execution) -> Iterator[ExpectedCollective]:
+        return contracted(execution)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
         return {"part": self.name, **self.given.to_json()}
@@ -293,8 +272,8 @@ class Custom(Parallelism):
     def rules(self) -> RuleSets:
         return RuleSets(self.params, self.grads, self.optimizer, self.activations)
 
-    def expected_collectives(self, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
-        return contracted(step_spec)  # rules by hand may split weights over any axis, as `tensor_parallel` does
+    def expected_collectives(self, execution: Execution) -> Iterator[ExpectedCollective]:
+        return contracted(execution)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
         changed = self.arguments()

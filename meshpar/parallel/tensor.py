@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective
 from meshpar.parallel.expected.matmuls import contracted
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.errors import check_bool
@@ -37,7 +37,7 @@ class Tensor(Parallelism):
         divides = space.seq_len is not None and space.seq_len % space.num_shards("tensor", "context") == 0
         return iter((cls(sequence=True) if divides else cls(),))
 
-    def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+    def expected_collectives(self, step: Execution) -> Iterator[ExpectedCollective]:
         return contracted(step)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshpar.parallel.expected.step_spec import StepSpec
+from meshpar.parallel.expected.execution import Execution
 from meshpar.parallel.parallelism import (
     MIN_SHARDED_BYTES,
     Axes,
@@ -86,14 +86,14 @@ class Zero(Parallelism):
         if space.num_shards("stage", "context") == 1:
             yield cls(full, axis, prefetch=1)
 
-    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
+    def memory_reductions(self, step: Execution) -> tuple[Parallelism, ...]:
         return stages_above(self.stage, step)
 
     def arguments(self) -> dict[str, Any]:
         return {key: value for key, value in super().arguments().items() if key != "stage"}
 
 
-def stages_above(stage: str, step: StepSpec) -> tuple[Parallelism, ...]:
+def stages_above(stage: str, step: Execution) -> tuple[Parallelism, ...]:
     """Return the ZeRO stages that shard more of the state than `stage`, in increasing order."""
     axes = [axis for axis in ("fsdp", "data") if step.sizes.get(axis, 1) > 1]
     if not axes:
@@ -101,7 +101,7 @@ def stages_above(stage: str, step: StepSpec) -> tuple[Parallelism, ...]:
     if _NUM_SHARDED.get(stage, 0) == 3:
         return (Zero("fsdp", axis=tuple(reversed(axes))),) if len(axes) > 1 else ()
     # Without gradient accumulation, ZeRO-1 and ZeRO-2 compile to the same program.
-    first: Stage = "zero2" if step.accumulate > 1 else "zero1"
+    first: Stage = "zero2" if step.microbatches > 1 else "zero1"
     higher: tuple[Stage, ...] = tuple(
         name for name in (first, "zero3") if _NUM_SHARDED[name] > _NUM_SHARDED.get(stage, 0)
     )

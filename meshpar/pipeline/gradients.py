@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -43,7 +43,17 @@ from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, is_spec, problem, spec_axes, without_axes
+from meshpar.sharding.types import (
+    AnyMesh,
+    PyTree,
+    axes_of_spec,
+    axis_sizes,
+    is_spec,
+    num_shards,
+    problem,
+    spec_axes,
+    without_axes,
+)
 
 
 class Result(NamedTuple):
@@ -57,9 +67,25 @@ class Result(NamedTuple):
     """Auxiliary metrics of the chunks, `[chunk, ...]`: means, and sums of integers."""
 
 
+class LeafUses(NamedTuple):
+    """Arrays that stages send, and uses of the leaves of `Params`."""
+
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    """Local shapes of the arrays that a chunk sends to the next chunk."""
+    first: list[bool]
+    """For each leaf of `embedding_and_head`, whether the code before the layers uses it."""
+    last: list[bool]
+    """The same for the code after the layers."""
+    reads: tuple[tuple[bool, bool, bool], ...]
+    """For each leaf of the chunks, whether the F, B and W ops of a microbatch read it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedRun(StagedModel):
     """Loss and gradients of a pipelined model, whose options are checked on construction."""
+
+    record: Callable[[LeafUses], None] = lambda uses: None
+    """Called in each trace."""
 
     def __post_init__(self) -> None:
         checks.check_run(self)
@@ -199,10 +225,9 @@ class _PerDevice:
         # The functions are checked here, where the axes of their collectives are bound.
         chunk_params = self.gather_weights(jax.tree.map(lambda p: p[0], chunks))
         inputs = MicrobatchInputs(jax.tree.map(lambda x: x[0], examples), key, jnp.zeros((), jnp.int32), extra)
-        owners = jax.tree.unflatten(
-            jax.tree.structure(params.embedding_and_head),
-            checks.grad_owners(run, chunk_params, params.embedding_and_head, inputs),
-        )
+        uses = checks.checked_uses(run, chunk_params, params.embedding_and_head, inputs)
+        structure = jax.tree.structure(params.embedding_and_head)
+        owners = jax.tree.unflatten(structure, self._owners(*uses))
         owners = run.functions.of_trained(owners, "embedding_and_head")
         self.owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, set))
         arrays: dict[str, Any] = {"examples": examples, "key": key, "extra": extra}
@@ -211,6 +236,7 @@ class _PerDevice:
         executor = self.executor(
             functions=functions, params=chunks, embedding_and_head=params.embedding_and_head, **arrays
         )
+        run.record(LeafUses(self._outputs(executor), *uses, executor.split.reads))
         sums, aux = executor(columns)
         grads = sums.grads
         if not self.placement.moves_shards:
@@ -220,6 +246,25 @@ class _PerDevice:
         parts = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
         aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[parts].add(x) for k, x in aux.items()}
         return lax.psum(StageTotals(sums.replace(grads=None), aux), self.manual), grads
+
+    def _owners(self, first: Sequence[bool], last: Sequence[bool]) -> list[set[int]]:
+        """Return the stages that compute gradients of each leaf of `embedding_and_head`."""
+        rows, last_chunk = self.run.schedule.parts.tolist(), self.run.schedule.num_parts - 1
+        stages = [{stage for stage, row in enumerate(rows) if chunk in row} for chunk in (0, last_chunk)]
+        return [
+            set[int]().union(*(owners for use, owners in zip(uses, stages, strict=True) if use))
+            for uses in zip(first, last, strict=True)
+        ]
+
+    def _outputs(self, executor: Executor) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes on one device of the arrays that a chunk sends to the next chunk."""
+        sizes = axis_sizes(self.run.mesh) | dict.fromkeys(self.manual, 1)
+        outputs = []
+        for x, spec in zip(jax.tree.leaves(executor.x), executor.x_specs, strict=True):
+            shards = [num_shards([entry], sizes) for entry in spec or ()] + [1] * x.ndim
+            shape = tuple(size // count for size, count in zip(x.shape, shards, strict=False))
+            outputs.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        return tuple(outputs)
 
     def _normalizer(self, embedding_and_head: PyTree, examples: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
         run, last = self.run, jnp.asarray(self.run.schedule.num_parts - 1, jnp.int32)

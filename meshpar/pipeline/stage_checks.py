@@ -144,10 +144,10 @@ def check_key(key: Any) -> None:
 # ---- User functions --------------------------------------------------------------------------------------------------
 
 
-def grad_owners(
+def checked_uses(
     run: StagedModel, chunk_params: PyTree, embedding_and_head: PyTree, inputs: MicrobatchInputs
-) -> list[set[int]]:
-    """Check the functions against each other, and return the stages that compute gradients of each of the leaves.
+) -> tuple[list[bool], list[bool]]:
+    """Check the functions against each other, and return whether `first` and `last` use each leaf.
 
     The leaves are those of `embedding_and_head`.
     """
@@ -176,13 +176,8 @@ def grad_owners(
         closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
         _check_collectives(name, closed.jaxpr, run.axis, axis_sizes(run.mesh))
         if name != "stage_fn":
-            uses.append(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count])
-    rows, last = run.schedule.parts.tolist(), run.schedule.num_parts - 1
-    stages = [{stage for stage, row in enumerate(rows) if part in row} for part in (0, last)]
-    return [
-        set[int]().union(*(owners for use, owners in zip(leaf_uses, stages, strict=True) if use))
-        for leaf_uses in zip(*uses, strict=True)
-    ]
+            uses.append(list(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count]))
+    return uses[0], uses[1]
 
 
 def checked_loss(result: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -10,19 +10,18 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from meshpar.layers.precision import BY_ROW
 from meshpar.models.embedding_lookup import exchange_is_cheaper
 from meshpar.parallel import Strategy, from_json
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, Weight, of_stage
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective, Weight
 from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Activation, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import abbreviated, human_mesh, parsed
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem, spec_axes
-from meshpar.training.gradients.selection import deferred_axes
+from meshpar.training.gradients.selection import engine_of
 from meshpar.training.options import StepOptions
 from meshpar.training.sharding_table import resolve_by_stage
 
@@ -64,8 +63,12 @@ class Layout:
             raise problem(where, f"read {abbreviated(data)}", reason, FIX, code="damaged-file") from None
         # Files of earlier versions have no `interleave`.
         layout = parsed(Layout, {"interleave": 1, **data, **fields}, where, FIX)
-        StepOptions(accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave)  # checks the values
+        layout.options(StepOptions())  # checks the values
         return layout
+
+    def options(self, step: StepOptions) -> StepOptions:
+        """Return options of a step with those of the layout."""
+        return dataclasses.replace(step, accumulate=self.accumulate, remat=self.remat, interleave=self.interleave)
 
     @property
     def microbatches(self) -> int:
@@ -156,32 +159,24 @@ class Placed:
             Activation(("seq", "act_vocab"), (work.seq_len or 1, work.vocab_size), 1, 0, is_routed=False)
         )
 
-    def step_spec(self, layout: Layout) -> StepSpec:
+    def execution(self, layout: Layout) -> Execution:
         """Return the description of a step. With pipeline stages, it describes the average stage."""
-        key = layout.microbatches, layout.interleave, layout.remat is None, "step"
-        return self.once(key, lambda: self._step_spec(layout))
+        key = layout.accumulate, layout.interleave, layout.remat, "execution"
+        return self.once(key, lambda: self._execution(layout))
 
-    def _step_spec(self, layout: Layout) -> StepSpec:
-        work, pipeline = self.workload, self.strategy.pipeline
-        rows = work.rows // (self.batch_shards * layout.microbatches)
-        weights = self.weights
-        if pipeline is not None:
-            weights = tuple(of_stage(weight, pipeline.axis, pipeline.stages) for weight in weights)
-        step = self.strategy.step_spec(
-            self.sizes, weights=weights, batch_axes=self.batch_axes, rows=rows,
-            tokens=None if work.tokens is None else rows * (work.seq_len or 0), accumulate=layout.microbatches,
-            interleave=layout.interleave, is_once=pipeline is not None,
-            deferred_axes=deferred_axes(self.strategy, StepOptions(accumulate=layout.microbatches), self.batch_axes),
-            is_remat=layout.remat is not None,
-            is_pipelined=pipeline is not None, experts_per_token=work.experts_per_token,
-            nodes_visited=work.nodes_visited, row_bytes=work.row_bytes, vocab_chunks=self.vocab_chunks,
-            compute=work.precision.compute, reduce=work.precision.reduce,
-            low_precision=work.precision.narrow(weight.decision.path for weight in weights),
-            rowwise_fp8=work.precision.narrow((weight.decision.path for weight in weights), BY_ROW),
+    def _execution(self, layout: Layout) -> Execution:
+        work, options = self.workload, layout.options(StepOptions(precision=self.workload.precision))
+        step = engine_of(self.strategy, options, self.batch_axes).describe(self, options)
+        rows = work.rows // (self.batch_shards * step.microbatches)
+        step = dataclasses.replace(
+            step.with_examples(rows, None if work.tokens is None else rows * (work.seq_len or 0)),
+            weights=step.weights if step.pipeline is None else step.stage_weights,
+            experts_per_token=work.experts_per_token, nodes_visited=work.nodes_visited, row_bytes=work.row_bytes,
+            vocab_chunks=self.vocab_chunks,
         )  # fmt: skip
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
-    def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
+    def sent(self, step: Execution) -> Iterator[tuple[ExpectedCollective, float]]:
         """Yield the collectives of XLA and of kernels in a step, each with the fraction that runs on one stage."""
         fraction, strategy = 1.0, self.strategy
         for expected_collectives in (leaves.expected_collectives, scales.expected_collectives, _rows_sent):
@@ -192,7 +187,7 @@ class Placed:
             yield from ((expected, fraction) for expected in (*part.expected_collectives(step), *part.kernels(step)))
 
 
-def looked_up(step: StepSpec) -> Weight | None:
+def looked_up(step: Execution) -> Weight | None:
     """Return the embedding table if `models.embedding_lookup` sends its rows to the tokens, otherwise None."""
     if step.is_pipelined or step.is_tied or step.is_by_device or not step.tokens:
         return None
@@ -207,20 +202,20 @@ def looked_up(step: StepSpec) -> Weight | None:
     return None
 
 
-def _table_axes(step: StepSpec, table: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _table_axes(step: Execution, table: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the axes that shard the rows of an embedding table, and the axes that shard its width."""
     by_name = dict(zip(table.decision.leaf.names or (), table.decision.spec, strict=False))
     vocab = step.ordered(spec_axes(by_name.get("vocab")))
     return vocab, step.ordered(set(spec_axes(by_name.get("embed"))) - set(vocab))
 
 
-def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
+def _rows_sent(step: Execution) -> Iterator[ExpectedCollective]:
     """Yield the messages of an embedding lookup: row indices, rows, and their gradients."""
     table = looked_up(step) if step.exchanges_rows else None
     if table is None or step.tokens is None:
         return
     (vocab, width), embed = _table_axes(step, table), table.decision.leaf.size_of("embed")
-    dtype, steps = step.wire(step.compute_dtype(table.decision)), step.accumulate
+    dtype, steps = step.wire(step.compute_dtype(table.decision)), step.microbatches
     between, rest = step.sequence_axes, tuple(axis for axis in vocab if axis not in step.sequence_axes)
     summed = tuple(axis for axis in (*step.batch_axes, *step.context_axes) if axis not in width)
     all_rows = step.tokens * embed

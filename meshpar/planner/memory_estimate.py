@@ -31,8 +31,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from meshpar.hardware.cost_model import dropless_bytes
-from meshpar.parallel.expected.step_spec import (
-    StepSpec,
+from meshpar.parallel.expected.execution import (
+    Execution,
     Weight,
     layer_elements,
     owned_axes,
@@ -80,28 +80,28 @@ class MemoryEstimate(Plain):
 
 def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """Return the memory per device under a layout."""
-    work, step = placed.workload, placed.step_spec(layout)
-    rows = work.rows // (placed.batch_shards * layout.microbatches)
-    saved = int(rows * sum(nbytes for nbytes, array in _saved(placed, layout.remat) if array.layers))
+    work, step = placed.workload, placed.execution(layout)
+    rows = step.rows
+    saved = int(rows * sum(nbytes for nbytes, array in _saved(placed, step.remat) if array.layers))
     # Without remat, a layer with prefetched weights recomputes the activations of its MLP.
-    policy = "stages" if step.is_prefetched and layout.remat is None else None
+    policy = "stages" if step.layers_ahead and step.remat is None else None
     per_layer = [(nbytes / array.layers, array) for nbytes, array in _saved(placed, policy) if array.layers]
     recomputed = int(rows * sum(nbytes for nbytes, array in per_layer if not array.is_routed))
     # The number of tokens per micro-step decides whether rows of the table are exchanged.
-    key = layout.accumulate > 1, step.is_prefetched, step.exchanges_rows, step.interleave
-    weights = placed.once(key, lambda: _weight_bytes(placed, layout, step))
+    key = step.micro_steps > 1, step.layers_ahead, step.exchanges_rows, step.batch_slices
+    weights = placed.once(key, lambda: _weight_bytes(placed, step))
     logits, fresh = _logits_bytes(placed, rows), max(recomputed - saved // work.num_layers, 0)
-    is_twice = step.is_prefetched and layout.remat is not None
-    live = 2 * fresh // step.interleave if is_twice else fresh
-    head = logits + weights.head + weights.table + fresh * step.is_prefetched
+    is_twice = step.layers_ahead and step.remat is not None
+    live = 2 * fresh // step.batch_slices if is_twice else fresh
+    head = logits + weights.head + weights.table + fresh * bool(step.layers_ahead)
     layer = weights.layer + weights.table + live + logits * (not weights.gathers_head)
     layer += _routed_bytes(placed, step, rows)
     layer += int(rows * work.scores_bytes) // step.num_shards({*step.tensor_axes, *step.context_axes})
     residual = rows * placed.once("residual", lambda: residual_row_bytes(placed))
     if step.tensor_axes:
         layer += int(residual * (MEMORY.partial_sums + MEMORY.gathered * bool(step.sequence_axes)))
-    if step.sequence_axes and step.is_prefetched and step.interleave > 1:
-        head += int(MEMORY.recomputed * residual * 2 / step.interleave)
+    if step.sequence_axes and step.layers_ahead and step.batch_slices > 1:
+        head += int(MEMORY.recomputed * residual * 2 / step.batch_slices)
     small = residual / work.compute_itemsize
     partial_sums = 8 * MEMORY.split_parts * int(max(weights.small, small if small <= MEMORY.most_split else 0))
     if placed.strategy.pipeline is not None:
@@ -148,7 +148,7 @@ class _WeightBytes(NamedTuple):
     """Number of elements of the largest weight gradient that is small enough for XLA to compute in parts."""
 
 
-def _weight_bytes(placed: Placed, layout: Layout, step: StepSpec) -> _WeightBytes:
+def _weight_bytes(placed: Placed, step: Execution) -> _WeightBytes:
     with_vocabulary = [weight for weight in placed.weights if weight.leaf.has("vocab")]
     tables = [weight for weight in with_vocabulary if weight.leaf.is_table]
     heads = [weight for weight in with_vocabulary if weight not in tables] or tables
@@ -176,13 +176,13 @@ def _weight_bytes(placed: Placed, layout: Layout, step: StepSpec) -> _WeightByte
     sizes = [layer_elements(step, weight.decision, gather_axes(step, weight)) for weight in layers]
     # Gathered weights and full gradients that exist at once; see the module's docstring.
     gathered_sizes = [size for size, weight in zip(sizes, layers, strict=True) if gather_axes(step, weight)]
-    if step.is_prefetched:
-        layer = (itemsize + (1 + step.interleave) * reduce_itemsize) * sum(gathered_sizes)
+    if step.layers_ahead:
+        layer = (itemsize + (1 + step.batch_slices) * reduce_itemsize) * sum(gathered_sizes)
     else:
         largest = max(gathered_sizes, default=0)
-        layer = 2 * itemsize * sum(gathered_sizes) + step.interleave * reduce_itemsize * largest
+        layer = 2 * itemsize * sum(gathered_sizes) + step.batch_slices * reduce_itemsize * largest
     return _WeightBytes(
-        sums=_sums(placed, layout, step), copies=copies, layer=layer, head=head,
+        sums=_sums(placed, step), copies=copies, layer=layer, head=head,
         table=0 if has_no_table else reduce_itemsize * elements(tables), gathers_head=bool(gathered),
         small=max((size for size in sizes if size <= MEMORY.most_split), default=0),
     )  # fmt: skip
@@ -209,7 +209,7 @@ def _staged(placed: Placed, saved: int, rows: int) -> int:
     return int((saved * load.microbatches + deferred * (load.deferred + extra)) / pipeline.stages)
 
 
-def _deferred_expert_grads(placed: Placed, step: StepSpec) -> int:
+def _deferred_expert_grads(placed: Placed, step: Execution) -> int:
     """Return the bytes of expert gradients that are stored until the deferred weight-gradient op (W) of a microbatch.
 
     The input-gradient op (B) computes them together with the gradients of routed tokens. While B runs, there is an
@@ -270,12 +270,12 @@ def _saved(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[f
     return zip(placed.activation_row_bytes[remat], placed.workload.activations[remat], strict=True)
 
 
-def _sums(placed: Placed, layout: Layout, step: StepSpec) -> int:
+def _sums(placed: Placed, step: Execution) -> int:
     """Return the bytes of accumulated gradients, and of the layers' gradients of a micro-step."""
     pipeline, work = placed.strategy.pipeline, placed.workload
     copies = 1.0 if pipeline is None else stage_load(pipeline).copies
     unsharded_axes = set() if pipeline is None else set(placed.batch_axes)
-    itemsize, is_accumulated, total = _reduce_itemsize(placed), layout.accumulate > 1 or pipeline is not None, 0
+    itemsize, is_accumulated, total = _reduce_itemsize(placed), step.micro_steps > 1 or pipeline is not None, 0
     for weight in placed.weights:
         leaf = weight.leaf
         if is_accumulated:
@@ -283,8 +283,7 @@ def _sums(placed: Placed, layout: Layout, step: StepSpec) -> int:
             nbytes = itemsize * leaf.size // num_shards(spec, placed.sizes)
             total += int(nbytes * copies) if leaf.is_stacked else nbytes
         if leaf.is_stacked and pipeline is None:
-            spec = weight.grads if layout.accumulate > 1 else weight.update
-            total += work.compute_itemsize * leaf.size // num_shards(spec, placed.sizes)
+            total += work.compute_itemsize * leaf.size // num_shards(step.grad_spec(weight), placed.sizes)
     return total
 
 
@@ -293,7 +292,7 @@ def _reduce_itemsize(placed: Placed) -> int:
     return np.dtype(work.precision.reduce_dtype(work.precision.compute or work.leaves[0].dtype)).itemsize
 
 
-def gather_axes(step: StepSpec, weight: Weight) -> set[str]:
+def gather_axes(step: Execution, weight: Weight) -> set[str]:
     """Return the axes over which a parameter is gathered before use."""
     sharded = set(split_axes(step, weight.spec))
     return sharded - set(step.tensor_axes) - set(owned_axes(step, weight.decision))
@@ -318,7 +317,7 @@ def _logits_bytes(placed: Placed, rows: int) -> int:
     return int(rows * work.compute_itemsize * max(outside, default=0))
 
 
-def _routed_bytes(placed: Placed, step: StepSpec, rows: int) -> int:
+def _routed_bytes(placed: Placed, step: Execution, rows: int) -> int:
     """Return the bytes of routed tokens in one layer: the buffers of dispatch and combine, and expert activations."""
     work, tokens = placed.workload, step.tokens
     if not work.experts_per_token or not tokens:

@@ -454,12 +454,9 @@ def _verified(
 def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, options: StepOptions) -> Compiled:
     """Compile a layout for the cluster. `options` are the step options that the layout does not determine."""
     layout, work = found.layout, search.workload
-    options = dataclasses.replace(
-        options, accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave
-    )
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
-    report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
+    report = explain(TrainStep(loss, layout.options(options)), state, work.batch, search.cluster, pod=pod, advise=False)
     totals = report.to_json()["totals"].items()
     sent = {axes: float(sum(kind["bytes_sent_per_device"] for kind in kinds.values())) for axes, kinds in totals}
     step_s, exposed = report.compute.predicted_step_s, dict(report.compute.exposed_s)

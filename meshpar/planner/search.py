@@ -24,7 +24,7 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.hardware.cost_model import BLOCKS_A_GROUP
 from meshpar.parallel import Strategy
 from meshpar.parallel.candidates import candidates, kinds
-from meshpar.parallel.expected.step_spec import StepSpec, owned_axes, split_axes
+from meshpar.parallel.expected.execution import Execution, owned_axes, split_axes
 from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner import memory_estimate as memory
@@ -243,7 +243,7 @@ class Search:
 
         fewest_flops = min(self.policies, key=work.flops.__getitem__)
         layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=fewest_flops)
-        step, sums = placed.step_spec(layout), np.zeros(len(members))
+        step, sums = placed.execution(layout), np.zeros(len(members))
         weights_s, activations_s = np.zeros(len(members)), np.zeros(len(members))
         for weight in placed.weights:
             size, axes = weight.leaf.size, axes_of_spec(weight.spec)
@@ -297,7 +297,7 @@ class Search:
 
         For pipelines, only policies whose activations fit in memory are considered.
         """
-        work, spec = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
+        work, spec = self.workload, placed.execution(Layout(mesh=_ANY, strategy=placed.strategy))
         policies = sorted(self.policies, key=work.flops.__getitem__, reverse=True)
         bandwidth = self.cluster.gpu.memory_bytes_per_s
         floors = {
@@ -323,7 +323,7 @@ class Search:
     def _experts_s(
         self,
         placed: Placed,
-        step: StepSpec,
+        step: Execution,
         members: Sequence[tuple[dict[str, int], Strategy]],
         shards: Callable[..., Any],
     ) -> Any:

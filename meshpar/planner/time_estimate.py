@@ -23,12 +23,12 @@ import numpy as np
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.catalogue import AttentionKernel
 from meshpar.hardware.clusters import Cluster, Rates
-from meshpar.parallel.expected.step_spec import (
+from meshpar.parallel.expected.execution import (
     GRADIENTS,
     ITEMSIZE,
     WEIGHTS,
+    Execution,
     ExpectedCollective,
-    StepSpec,
     layer_elements,
     owned_axes,
     split_axes,
@@ -183,7 +183,8 @@ class Clock:
 
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """Return the step time of a layout with this memory."""
-        step, pipeline, update = placed.step_spec(layout), placed.strategy.pipeline, update_of(placed)
+        step, update = placed.execution(layout), update_of(placed)
+        pipeline = step.pipeline
         step = dataclasses.replace(step, on_cpu=True) if self.cluster.is_shared else step
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
@@ -203,12 +204,12 @@ class Clock:
         stacked = sum(leaf.layer_ndim > 1 for leaf in layers.values())
         # Messages of a batch slice overlap with matmuls of the other slices, and messages of a forward pass with
         # matmuls of a backward pass in the same tick slot.
-        independent = 1.0 if step.interleave > 1 else 0.0 if pipeline is None else stage_load(pipeline).together
-        key = layout.microbatches, layout.interleave, step.is_remat, "sent"
+        independent = 1.0 if step.batch_slices > 1 else 0.0 if pipeline is None else stage_load(pipeline).together
+        key = step.microbatches, step.batch_slices, step.recomputes, "sent"
         for expected, fraction in placed.once(key, lambda: [*placed.sent(step)]):
             in_layers = not layers.keys().isdisjoint(expected.tensors)
-            for kind, axes, nbytes, count in _messages(step, expected, layout.remat):
-                is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.is_prefetched)
+            for kind, axes, nbytes, count in _messages(step, expected):
+                is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.layers_ahead)
                 time_s = send(kind, axes, nbytes, fraction * count, stacked if is_combined else 1)
                 hidden["*".join(axes)] += time_s * _hidden(step, expected, independent=independent * in_layers)
                 # XLA:CPU transposes the result of a gather, unless the gather is along the first dim.
@@ -217,22 +218,22 @@ class Clock:
         for message in update.sent:  # exposed, because the optimizer's matmuls wait for its messages
             nbytes = message.elements * jnp.dtype(message.dtype).itemsize
             send(message.kind, message.axes, nbytes, message.count)
-        compute_s = self.floor_s(placed.workload, layout.remat, 2 * matmul_size(placed, layout) ** 3)
+        compute_s = self.floor_s(placed.workload, step.remat, 2 * matmul_size(step) ** 3)
         stretch, copied = 1.0, 0.0
         if pipeline is not None:
             work = placed.workload
-            recomputed = round(3 * work.flops[layout.remat] / work.model_flops - 3, 1)
+            recomputed = round(3 * work.flops[step.remat] / work.model_flops - 3, 1)
             timing = schedule_timing(pipeline, recomputed, round(work.head_share, 2), work.num_layers)
             stretch = 1.0 if self.cluster.is_shared else timing.stretch
             copied = STEP.tick_copies * timing.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             copied *= STEP.shared_copy_time if self.cluster.is_shared else 1.0
-            for count, nbytes in self._between_stages(placed, layout, step, timing):
+            for count, nbytes in self._between_stages(placed, step, timing):
                 send("collective-permute", (pipeline.axis,), nbytes, count)
-        moved = self._moved_bytes(placed, layout, memory) + copied
+        moved = self._moved_bytes(placed, step, memory) + copied
         moved += STEP.shared_sent_passes * buffers * self.cluster.is_shared
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # Messages can only overlap with as much compute as there is.
-        cover_s = (STEP.cover_prefetched if step.is_prefetched else STEP.cover) * (compute_s + memory_s)
+        cover_s = (STEP.cover_prefetched if step.layers_ahead else STEP.cover) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.0 if self.cluster.is_shared else STEP.crowded_overlap if self.is_crowded(memory) else 1.0
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
@@ -244,9 +245,9 @@ class Clock:
             sent_bytes=dict(sent), bubble_s=(compute_s + memory_s) * (stretch - 1),
         )  # fmt: skip
 
-    def _moved_bytes(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> float:
+    def _moved_bytes(self, placed: Placed, step: Execution, memory: MemoryEstimate) -> float:
         """Return the bytes that kernels other than dense matmuls move per step."""
-        work, stages = placed.workload, placed.strategy.pipeline.stages if placed.strategy.pipeline else 1
+        work, stages = placed.workload, step.pipeline.stages if step.pipeline else 1
         rows = work.rows // placed.batch_shards
         activations = rows * sum(placed.activation_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are computed twice
@@ -254,42 +255,39 @@ class Clock:
         passes, state_passes = STEP.passes, STEP.state_passes
         if self.cluster.is_shared:
             passes, state_passes = STEP.shared_passes, STEP.shared_state_passes
-        moved = passes * activations + state_passes * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
-        saved = rows * sum(placed.activation_row_bytes[layout.remat]) / stages
+        moved = passes * activations + state_passes * memory.state_bytes + memory.copies_bytes * (1 + step.micro_steps)
+        saved = rows * sum(placed.activation_row_bytes[step.remat]) / stages
         moved += STEP.shared_saved_passes * saved * self.cluster.is_shared
-        moved += self.products_bytes(work, layout.remat)
+        moved += self.products_bytes(work, step.remat)
         moved += STEP.cast_bytes * work.narrowed * work.rows / self.cluster.num_devices
-        return moved + layout.microbatches * self._expert_bytes(placed, layout) / stages
+        return moved + step.microbatches * self._expert_bytes(placed, step) / stages
 
-    def _expert_bytes(self, placed: Placed, layout: Layout) -> float:
+    def _expert_bytes(self, placed: Placed, step: Execution) -> float:
         """Return the bytes that MoE layers move per micro-step, in addition to saved activations.
 
         Weight gradients are computed block by block of tokens (`meshpar.moe.grouped`), and buffers are large enough for
         any routing.
         """
-        work, step = placed.workload, placed.step_spec(layout)
+        work = placed.workload
         decisions = experts(placed)
         if not decisions or not step.tokens:
             return 0.0
         ranks = step.num_shards(owned_axes(step, decisions[0]))
         num_local = work.num_experts // ranks
         expert_size = sum(elements_per_expert(step, decision, work.num_experts) for decision in decisions)
-        routed, slices = step.tokens * work.experts_per_token // step.interleave, step.interleave
+        routed, slices = step.tokens * work.experts_per_token // step.batch_slices, step.batch_slices
         blocks = slices * cost.grouped_rows(routed, num_local, size := cost.grouped_block(routed, num_local)) // size
         capacity = cost.dropless_rows(step.tokens, work.experts_per_token, work.num_experts, ranks, work.bound_factor)
         block_bytes = STEP.block_bytes if num_local == 1 else STEP.block_bytes_of_several
         return block_bytes * expert_size * blocks + routed_bytes(placed, capacity)
 
-    def _between_stages(
-        self, placed: Placed, layout: Layout, step: StepSpec, timing: ScheduleTiming
-    ) -> Iterator[tuple[int, float]]:
+    def _between_stages(self, placed: Placed, step: Execution, timing: ScheduleTiming) -> Iterator[tuple[int, float]]:
         """Yield the messages over the stages as (number, bytes).
 
         These are the activations of microbatches; gradients of embedding and head, which are replicated over stages;
         and weights of chunks that the schedule places on other stages, with their gradients.
         """
-        rows = placed.workload.rows // (placed.batch_shards * layout.microbatches)
-        yield timing.hops, rows * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
+        yield timing.hops, step.rows * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
         rounds = math.ceil(math.log2(timing.stages))
         for weight in placed.weights:
             decision = weight.decision
@@ -322,7 +320,7 @@ def experts(placed: Placed) -> list[Decision]:
 
 
 def elements_per_expert(
-    step: StepSpec, decision: Decision, num_experts: int, num_shards: Callable[..., Any] | None = None
+    step: Execution, decision: Decision, num_experts: int, num_shards: Callable[..., Any] | None = None
 ) -> Any:
     """Return the number of elements of one expert's gathered weight on a rank, over all layers."""
     owned = set(owned_axes(step, decision))
@@ -337,14 +335,13 @@ def routed_bytes(placed: Placed, capacity: Any) -> Any:
     return STEP.routed_passes * capacity * width * placed.workload.compute_itemsize
 
 
-def matmul_size(placed: Placed, layout: Layout) -> float:
+def matmul_size(step: Execution) -> float:
     """Return n for which an n×n×n matmul has the FLOPs of the average matmul of a layer, weighted by FLOPs."""
-    step = placed.step_spec(layout)
     leaves = ((weight, weight.leaf) for weight in step.weights)
     weights = [weight for weight, leaf in leaves if leaf.is_stacked and leaf.layer_ndim > 1]
     elements = [layer_elements(step, weight.decision, gather_axes(step, weight)) for weight in weights]
     mean = sum(size * size for size in elements) / max(sum(elements), 1)
-    tokens = (step.tokens or step.rows or 1) / step.interleave
+    tokens = (step.tokens or step.rows or 1) / step.batch_slices
     return max(tokens * max(mean, 1), 1) ** (1 / 3)
 
 
@@ -361,22 +358,20 @@ class _Price(NamedTuple):
         return min(latency_s / combined + nbytes * s_per_byte for latency_s, s_per_byte in self.lines)
 
 
-def _messages(
-    step: StepSpec, expected: ExpectedCollective, remat: Remat
-) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
+def _messages(step: Execution, expected: ExpectedCollective) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
     """Yield (kind, axes, bytes, count) of an expected collective, in the form that compiled programs have."""
     itemsize, (count, max_count) = ITEMSIZE.get(expected.dtype, 4), expected.count
     is_stacked = expected.stack > 1
-    if expected.role == GRADIENTS and is_stacked and step.interleave > 1:  # each batch slice reduces its gradients
+    if expected.role == GRADIENTS and is_stacked and step.batch_slices > 1:  # each batch slice reduces its gradients
         count = max_count
     if expected.role == WEIGHTS:
         # Weights outside the layers are gathered once per micro-step for both directions.
         count = count if is_stacked else max(count, max_count // 2)
     elif step.on_cpu and expected.role == PARTIAL_SUMS:
         count = max_count
-    elif max_count > count and expected.role != GRADIENTS and remat is not None:
+    elif max_count > count and expected.role != GRADIENTS and step.remat is not None:
         # A recomputed layer repeats its messages, unless the remat policy saves the result or nothing needs it.
-        is_saved = expected.kind == "sum" and remat != "full"
+        is_saved = expected.kind == "sum" and step.remat != "full"
         fraction = STEP.resent_exchanges if expected.kind == "exchange" else STEP.resent
         fraction = STEP.resent_by_stages if step.is_pipelined else fraction
         count = count if is_saved else count + int(fraction * (max_count - count))
@@ -398,20 +393,20 @@ def _messages(
         yield kind, axes, float(elements * itemsize), float(count)
 
 
-def _hidden(step: StepSpec, expected: ExpectedCollective, *, independent: float) -> float:
+def _hidden(step: Execution, expected: ExpectedCollective, *, independent: float) -> float:
     """Return the fraction of a message's time that can overlap.
 
     `independent` is the fraction of the message that runs next to independent compute.
     """
     if expected.role in (WEIGHTS, GRADIENTS) and (expected.scattered or expected.kind == "gather"):
         # Gradients of a batch slice are reduced while the next slice computes.
-        is_overlapped = expected.role == WEIGHTS or step.interleave > 1
-        return hidden_of_weights(step, is_ahead=step.is_prefetched and expected.stack > 1 and is_overlapped)
+        is_overlapped = expected.role == WEIGHTS or step.batch_slices > 1
+        return hidden_of_weights(step, is_ahead=step.layers_ahead > 0 and expected.stack > 1 and is_overlapped)
     base = STEP.hidden["exchange" if expected.kind == "exchange" else "other"]
     return base if expected.role in (WEIGHTS, GRADIENTS) else base + independent * (STEP.hidden["interleaved"] - base)
 
 
-def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
+def hidden_of_weights(step: Execution, *, is_ahead: bool) -> float:
     """Return the fraction of the gathers and reduce-scatters of weights that overlaps with compute.
 
     `is_ahead`: the weights of a layer are gathered while the previous layer computes.

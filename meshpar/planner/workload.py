@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import flash
 from meshpar.hardware.clusters import Cluster
-from meshpar.inspect.expected import rows_and_tokens
 from meshpar.inspect.model_flops import activation_products, attention_flops, matmul_flops, wide_flops
 from meshpar.inspect.target import traced_for
 from meshpar.inspect.traced_collectives import vocab_chunks
@@ -35,7 +34,7 @@ from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for
 from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_rows, shape_of
-from meshpar.parallel.expected.step_spec import with_layers
+from meshpar.parallel.expected.execution import rows_and_tokens, with_layers
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing, within
 from meshpar.sharding.jaxprs import equations, has_scope
@@ -134,9 +133,9 @@ class Workload:
     bound_factor: float | None
     """Capacity for tokens between two ranks, as in `MoEConfig`; None if it suffices for any routing."""
     nodes_visited: Callable[[int], int] | None
-    """As in `StepSpec`: the maximum number of nodes that a token is sent to. None without node-first dispatch."""
+    """As in `Execution`: the maximum number of nodes that a token is sent to. None without node-first dispatch."""
     row_bytes: Callable[[str, int], int | None] | None
-    """As in `StepSpec`: bytes of an encoded token on its way to experts and back."""
+    """As in `Execution`: bytes of an encoded token on its way to experts and back."""
     vocab_chunk: int | None
     """Size of a vocabulary chunk on a rank; None without chunks."""
 
@@ -201,7 +200,7 @@ def describe(
     """Trace a training step and return its `Workload`. Arguments as for `plan`. Errors of the model are not caught."""
     check_rows(batch, {}, 1, "examples", takes_scalars=True)
     batch = jax.tree.map(shape_of, batch)
-    rows, tokens = rows_and_tokens(batch, 1)
+    rows, tokens = rows_and_tokens(batch)
     with tracing(mesh := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     params = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)

@@ -63,9 +63,7 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
     from meshpar.planner.plan import load_plans
 
     layout = load_plans(path)[0].layout
-    step = dataclasses.replace(
-        recipe.step, accumulate=1, reduce_gradients=None, remat=layout.remat, interleave=layout.interleave
-    )
+    step = dataclasses.replace(layout.options(recipe.step), accumulate=1, reduce_gradients=None)
     planned = recipe.replace(mesh=layout.mesh, strategy=layout.strategy, step=step)
     return planned.override(f"step.accumulate={layout.accumulate}", *assignments)
 

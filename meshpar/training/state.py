@@ -20,6 +20,7 @@ from meshpar.optim.averages import check_averages
 from meshpar.optim.orthogonalized import Updating
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.batch import StepBatch, batch_sharding, split_by
+from meshpar.parallel.expected.execution import Weight, with_layers
 from meshpar.sharding.adapters.model import OVERWRITTEN, Model
 from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_impls, with_key_types, without_key_types
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
@@ -110,6 +111,12 @@ class Setup:
     def sizes(self) -> dict[str, int]:
         """Size of each mesh axis."""
         return axis_sizes(self.mesh)
+
+    @functools.cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """The parameters with the shardings of their gradients and updates. Stacked dims have the name `layers`."""
+        grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (self.layout.grads, self.layout.updates))
+        return tuple(map(Weight, with_layers(self.table.params), grads, updates))
 
     @functools.cached_property
     def splitting_modules(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -42,6 +43,7 @@ from meshpar.layers.scan import is_part
 from meshpar.optim.rounding import lost_updates
 from meshpar.optim.stacked_layers import check_stacks
 from meshpar.parallel.batch import StepBatch, as_given, rows_of
+from meshpar.parallel.expected.execution import Execution, StageUses
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.errors import check_cases
@@ -61,7 +63,7 @@ from meshpar.sharding.types import (
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.earlier_steps import LOST_UPDATES, EarlierSteps
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
-from meshpar.training.gradients.selection import check_setup, engine_of_setup
+from meshpar.training.gradients.selection import check_setup, describe, engine_of_setup
 from meshpar.training.independence import REFUSALS, check_parts
 from meshpar.training.options import StepOptions, check_not_float16
 from meshpar.training.state import Setup, TrainState, check_state
@@ -142,12 +144,30 @@ class TrainStep(_Program):
         self.loss_fn, self.options = loss_fn, options
         self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
         self._earlier: weakref.WeakKeyDictionary[Setup, EarlierSteps] = weakref.WeakKeyDictionary()
+        self._stage_uses: weakref.WeakKeyDictionary[Setup, dict[str, StageUses | None]] = weakref.WeakKeyDictionary()
 
     def _engine(self, setup: Setup) -> GradientEngine:
         return engine_of_setup(setup, self.options)
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         return options_for(setup.mesh, self._xla, self._engine(setup).compile_options(setup, self.options))
+
+    @apart()
+    def describe(self, state: TrainState, batch: PyTree) -> Execution:
+        """Return how the step executes: division of the batch, communication, saved activations and dtypes.
+
+        With a pipeline, the step is traced to find the parameters that each stage reads.
+
+        Args:
+          state: the training state, which may be abstract.
+          batch: the global batch, as arrays or shapes.
+        """
+        execution = describe(state.setup, self.options, batch)
+        if execution.pipeline is None:
+            return execution
+        program, batch = self._prepare(state, batch)
+        program.trace(state, batch)  # jit reuses an earlier trace
+        return dataclasses.replace(execution, stage_uses=self._stage_uses[state.setup][_shapes(batch)])
 
     def loss_of(self, setup: Setup, traced: list[Boundaries] | None = None) -> Loss:
         """Return the loss as a function of parameters, including the losses that the model reports."""
@@ -207,6 +227,7 @@ class TrainStep(_Program):
         with tracing(setup.mesh, setup.strategy), self._numerics() as context, jax.named_scope("gradients"):
             loss = self.loss_of(setup, traced)
             totals = self._engine(setup).gradients(loss, options, state, batch, key)
+        self._stage_uses.setdefault(setup, {})[_shapes(batch)] = context.stage_uses
         _check_layers(setup, options, context)
         with jax.named_scope("update"):
             return _update(state, totals, options, self._loss_at(state, batch, key))
@@ -330,6 +351,11 @@ def eval_step(loss_fn: LossFn, *, precision: Precision | None = None, xla: Optio
     options: Options = {} if xla is None else xla
     check_kind(options)
     return EvalStep(loss_fn, as_precision(precision, "eval_step"), options)
+
+
+def _shapes(batch: PyTree) -> str:
+    """Return the shapes of a batch as a key."""
+    return str(jax.tree.map(np.shape, batch))
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------

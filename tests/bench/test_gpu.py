@@ -79,7 +79,7 @@ def test_plans_use_the_measured_rate_of_their_matmul_sizes(tmp_path):
     for count in (1, 2, 8):
         layout = Layout(mesh=mp.MeshSpec(fsdp=cluster.num_devices), strategy=strategy, accumulate=count)
         times.append(search.estimate(layout).time.compute_s)
-        of_size.append(matmul_size(placed, layout))
+        of_size.append(matmul_size(placed.execution(layout)))
     assert times == sorted(times)  # smaller matmuls are less efficient
     assert times[2] > 1.2 * times[0]
     # Eight times fewer tokens halve the equivalent matrix size n (the cube root of m * n * k).

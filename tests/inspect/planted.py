@@ -23,6 +23,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.adapters.model import Model
 from meshpar.training.state import TrainState
+from meshpar.parallel.expected.execution import Execution
 
 LAYERS, VOCAB, EMBED, MLP, ROWS, SEQ, HEADS = 4, 512, 256, 512, 16, 64, 8
 BF16 = mp.Precision(compute="bfloat16")
@@ -53,6 +54,11 @@ class Plant:
     def state(self) -> TrainState:
         """Return the abstract state."""
         return mp.abstract_state(self.model, optax.adam(1e-3), mesh=self.mesh, strategy=self.strategy)
+
+    @property
+    def execution(self) -> Execution:
+        """Return the description of the step."""
+        return self.step.describe(self.state, self.batch)
 
     @property
     def on_cpu(self) -> Plant:

@@ -11,7 +11,6 @@ from flax import nnx
 
 import meshpar as mp
 from meshpar.inspect import example_collectives
-from meshpar.inspect.expected import step_spec_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.training.independence import examined
 
@@ -87,7 +86,7 @@ def test_attention_of_a_square_batch_combines_no_examples():
     step = mp.train_step(next_token_loss)
     examination = examined(step.loss_fn, step.options, state, batch)
     assert examination.combined is None
-    assert not list(example_collectives.expected(examination, 16, step_spec_of(state.setup, step.options, batch)))
+    assert not list(example_collectives.expected(examination, 16, step.describe(state, batch)))
 
 
 def test_equal_combinations_are_counted_separately():

@@ -12,14 +12,14 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.census import census
-from meshpar.inspect.expected import expected_collectives
 from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.matching import SMALL
 from meshpar.inspect.program import compile_here
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
+from meshpar.parallel.expected.execution import Execution, Weight
 from meshpar.parallel.expected.params import gathered
-from meshpar.parallel.expected.step_spec import StepSpec, Weight
 from meshpar.sharding.jaxprs import equations
+from meshpar.training.gradients.selection import describe
 from tests.grid import cases
 from tests.inspect.saved import pods
 
@@ -137,7 +137,8 @@ def batch_of(rows=B):
 
 
 def verdict(setup, options, collectives, jaxpr, target, batch=None):
-    return check_collectives(setup, options, batch or batch_of(), collectives, jaxpr, on_cpu=target == "cpu")
+    execution = dataclasses.replace(describe(setup, options, batch or batch_of()), on_cpu=target == "cpu")
+    return check_collectives(setup, execution, collectives, jaxpr)
 
 
 def assert_matches(result):
@@ -356,7 +357,8 @@ def test_program_of_another_strategy_has_unexpected_collectives(read, planted):
 def test_nothing_is_expected_on_one_device(planted):
     mesh = mp.MeshSpec().abstract()
     state = mp.abstract_state(planted.CONFIG.build(), optax.adam(1e-3), mesh=mesh, strategy=mp.ddp())
-    assert expected_collectives(state.setup, mp.train_step(next_token_loss).options, batch_of()) == ()
+    execution = mp.train_step(next_token_loss).describe(state, batch_of())
+    assert state.setup.strategy.expected_collectives(execution) == ()
 
 
 def mlp(num_blocks=2, width=64, hidden=128):
@@ -510,6 +512,6 @@ def test_bias_of_a_stack_may_be_gathered_once():
         names={"w/kernel": ("layers", "embed", "mlp"), "w/bias": ("layers", "embed")},
     )  # fmt: skip
     table = mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
-    step = StepSpec(sizes=dict(mp.MeshSpec(fsdp=8)), batch_axes=("fsdp",))
+    step = Execution(sizes=dict(mp.MeshSpec(fsdp=8)), batch_axes=("fsdp",))
     gathers = {d.path: gathered(step, Weight(d, d.spec, d.spec)) for d in table.params}
     assert {path: found.count for path, found in gathers.items()} == {"w/kernel": (6, 6), "w/bias": (3, 6)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from meshpar.inspect import target
 from meshpar.inspect.census import census
 from meshpar.inspect.program import compile_here
 from meshpar.models import llama3_8b, next_token_loss
+from meshpar.parallel.expected.execution import Execution
 from tests.errors import raises
 from tests.inspect.saved import Compiled
 
@@ -175,6 +175,6 @@ def test_explain_reads_the_program_that_training_compiles(planted):
     ],
 )
 def test_note_on_router_losses_of_parts(strategy, accumulate, metrics, note):
-    setup, options = types.SimpleNamespace(strategy=strategy), mp.StepOptions(accumulate=accumulate)
-    notes = list(explain_module._router_losses_note(setup, options, dict.fromkeys(metrics)))
+    execution = Execution(sizes={}, micro_steps=accumulate, pipeline=strategy.pipeline)
+    notes = list(explain_module._router_losses_note(execution, dict.fromkeys(metrics)))
     assert [note in text for text in notes] == [True] * (note is not None)

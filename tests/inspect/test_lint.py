@@ -20,6 +20,7 @@ from meshpar.inspect.compiler_messages import Rematerialization
 from meshpar.inspect.hlo.parser import ArrayShape
 from meshpar.inspect.lint import Finding, _full_bytes, _gathers_batch, lint
 from meshpar.inspect.timeline.simulator import timeline
+from meshpar.parallel.expected.execution import Execution
 from tests.grid import cases
 from tests.inspect import saved
 from tests.inspect.planted import PLANTS, REFERENCE
@@ -42,7 +43,7 @@ def findings(compiled, name, target="pod", **options) -> tuple[Finding, ...]:
     plant, program = compiled(name, target, **options)
     found = census.census(program.module, plant.mesh)
     cluster = parse_cluster(plant.cluster) if target == "pod" else None
-    return lint(program, found, plant.state.setup, plant.step.options, cluster)
+    return lint(program, found, plant.state.setup, plant.execution, cluster)
 
 
 @pytest.mark.parametrize("name", pods(PLANTS))
@@ -73,7 +74,7 @@ def test_slow_axis_reports_the_measured_bandwidth(compiled):
     link = Link(alpha_s=1e-6, bytes_per_s=1.5e9)
     cluster = dataclasses.replace(parse_cluster(plant.cluster), axes={"tensor": link})
     collectives = census.census(program.module, plant.mesh)
-    (finding,) = lint(program, collectives, plant.state.setup, plant.step.options, cluster)
+    (finding,) = lint(program, collectives, plant.state.setup, plant.execution, cluster)
     assert "at 1.5 GB/s instead of 450 GB/s" in finding.what
 
 
@@ -88,7 +89,7 @@ def test_small_messages_are_one_finding_per_axis(compiled, name, axis, module):
     def small_messages(cluster, slower=1.0, **options):
         times = timeline(program.module, collectives, cluster)
         times = dataclasses.replace(times, step_s=slower * times.step_s)
-        found = lint(program, collectives, plant.state.setup, plant.step.options, cluster, times, **options)
+        found = lint(program, collectives, plant.state.setup, plant.execution, cluster, times, **options)
         return [one for one in found if one.rule == "small-messages"], times
 
     found, times = small_messages(cluster)
@@ -119,7 +120,7 @@ def test_gathered_examples_of_a_micro_step_are_found(accumulate, dims, gathered,
     )
     context = types.SimpleNamespace(
         batch_axes={"data"}, param_dims=frozenset(), batch_shapes=((4, 64),),
-        program=types.SimpleNamespace(rematerializations=()), options=mp.StepOptions(accumulate=accumulate),
+        program=types.SimpleNamespace(rematerializations=()), execution=Execution(sizes={}, micro_steps=accumulate),
         module=types.SimpleNamespace(
             computations={"c": {"g": types.SimpleNamespace(attributes={"dimensions": gathered})}}
         ),
@@ -191,7 +192,8 @@ def test_float32_statistics_of_long_sequences_give_no_finding(pod):
     step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"))
     batch = {name: jax.ShapeDtypeStruct((16, 8192), np.int32) for name in ("inputs", "targets")}
     program = pod.compile(step.trace(state, batch), "h100:1x8")
-    found = lint(program, census.census(program.module, mesh), state.setup, step.options, parse_cluster("h100:1x8"))
+    collectives, execution = census.census(program.module, mesh), step.describe(state, batch)
+    found = lint(program, collectives, state.setup, execution, parse_cluster("h100:1x8"))
     assert found == ()
 
 

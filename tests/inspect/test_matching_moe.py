@@ -16,14 +16,13 @@ import pytest
 import meshpar as mp
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
-from meshpar.inspect.expected import expected_collectives
 from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.traced_collectives import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
-from meshpar.parallel.expected.step_spec import with_layers
 from meshpar.parallel.strategy import Strategy
+from meshpar.parallel.expected.execution import with_layers
 from meshpar.sharding.jaxprs import equations, in_scope
 
 L, D, F, E, K, T = 2, 64, 96, 16, 2, 32
@@ -106,13 +105,18 @@ class Case:
     def on_cpu(self):
         return self.target == "cpu"
 
-    def expected(self):
+    @property
+    def execution(self):
         state, step = self.state_and_step
-        return expected_collectives(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
+        return dataclasses.replace(step.describe(state, self.batch), on_cpu=self.on_cpu)
+
+    def expected(self):
+        state, _ = self.state_and_step
+        return state.setup.strategy.expected_collectives(self.execution)
 
     def held(self, collectives, jaxpr):
-        state, step = self.state_and_step
-        return check_collectives(state.setup, step.options, self.batch, collectives, jaxpr, on_cpu=self.on_cpu)
+        state, _ = self.state_and_step
+        return check_collectives(state.setup, self.execution, collectives, jaxpr)
 
 
 CASES = {

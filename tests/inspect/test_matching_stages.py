@@ -23,7 +23,6 @@ from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.matching import SMALL, match_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.schedule_counts import ScheduleCounts
-from meshpar.inspect.stage_partition import parts_of
 from meshpar.inspect.target import missing_aot
 from meshpar.inspect.traced_collectives import by_stage, messages
 from meshpar.models import TransformerConfig, next_token_loss
@@ -165,7 +164,8 @@ class Built:
 
     case: Case
     setup: object
-    parts: object
+    schedule: object
+    uses: object
     collectives: tuple
     expected: tuple
     messages: tuple
@@ -183,14 +183,16 @@ class Built:
 
 
 def built_of(case, program, step, state, batch, *, on_cpu=True):
-    parts = parts_of(step, state, batch)
-    cells = ScheduleCounts(parts.schedule)
+    execution = dataclasses.replace(step.describe(state, batch), on_cpu=on_cpu)
+    schedule = execution.pipeline.table()
+    cells = ScheduleCounts(schedule)
     return Built(
         case=case,
         setup=state.setup,
-        parts=parts,
+        schedule=schedule,
+        uses=execution.stage_uses,
         collectives=census(program.module, state.setup.mesh, cells),
-        expected=expected_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
+        expected=expected_by_stage(state.setup.strategy, execution),
         messages=messages(step.trace(state, batch).jaxpr, cells),
     )
 
@@ -234,7 +236,7 @@ def test_rowwise_scales_are_expected_on_each_stage(built):
 def test_messages_between_stages_follow_the_schedule_table(built, name):
     """Derive the expected counts from the schedule table, independent of buffer slots."""
     one = built(name)
-    schedule, axis = one.parts.schedule, "stage"
+    schedule, axis = one.schedule, "stage"
     done, on = schedule.done_in, schedule.done_on
     ticks = {1: [], -1: []}
     for kind, source, goal in ((0, on[:, :-1], on[:, 1:]), (1, on[:, 1:], on[:, :-1])):
@@ -250,7 +252,7 @@ def test_messages_between_stages_follow_the_schedule_table(built, name):
     found = [c for c in one.collectives if c.axes == (axis,) and c.loops]
     assert {c.kind for c in found} == {"collective-permute"}
     assert sum(c.count_per_step for c in found) == most
-    (x,) = one.parts.stage_outputs
+    (x,) = one.uses.outputs
     assert {c.bytes_sent_per_device for c in found} == {4 * math.prod(x.shape)}
 
 
@@ -293,8 +295,8 @@ def in_cells(verdict):
 def test_weights_are_gathered_by_operations_that_read_them(built):
     """W gathers a weight only if its gradient depends on the weight and B of the same tick slot did not gather it."""
     one = built("microbatch, read by W")
-    schedule = one.parts.schedule
-    assert one.parts.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
+    schedule = one.schedule
+    assert one.uses.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
     has = schedule.table[..., 0] >= 0
     apart = (has[..., 2] & ~has[..., 1]).sum(0)
     assert (apart > 0).any()
@@ -306,9 +308,10 @@ def test_weights_are_gathered_by_operations_that_read_them(built):
 def test_stage_partition_of_moe_layers():
     """F and B read router and experts, W does not."""
     case = MORE["experts"]
-    parts = parts_of(*case.step(case.mesh.abstract(devices=8)))
-    assert parts.reads["layers/mlp/router"] == parts.reads["layers/mlp/up"] == (True, True, False)
-    (y,) = parts.stage_outputs
+    step, state, batch = case.step(case.mesh.abstract(devices=8))
+    uses = step.describe(state, batch).stage_uses
+    assert uses.reads["layers/mlp/router"] == uses.reads["layers/mlp/up"] == (True, True, False)
+    (y,) = uses.outputs
     assert y.shape == (2, T, D)
 
 

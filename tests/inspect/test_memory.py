@@ -28,7 +28,7 @@ MB = 10**6
 def account(compiled, name, target, **options):
     plant, program = compiled(name, target, **options)
     found = memory(
-        program, plant.state.setup, plant.batch, H100 if target == "pod" else None, options=plant.step.options
+        program, plant.state.setup, plant.batch, H100 if target == "pod" else None, execution=plant.execution
     )
     return plant, program, found
 
@@ -148,7 +148,7 @@ def test_gradient_bytes(strategy, options, expected, frozen):
     state, batch = toy(strategy, params=params, trainable="w", fsdp=8)
     step = mp.train_step(lambda model, batch, key: (model(batch["x"]).mean(), {}), **options)
     program = Sizes(temporary_bytes=MB).program()
-    assert memory(program, state.setup, batch, None, options=step.options).gradients_bytes == expected
+    assert memory(program, state.setup, batch, None, execution=step.describe(state, batch)).gradients_bytes == expected
 
 
 @pytest.mark.parametrize("target", cases("pod", grid=["cpu", "pod"]))
@@ -212,7 +212,7 @@ def test_remedy_makes_a_large_model_fit(planted, pod):
     step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"))
     batch = {name: jax.ShapeDtypeStruct((8, 512), np.int32) for name in ("inputs", "targets")}
     program = pod.compile(step.trace(state, batch), cluster)
-    before = memory(program, state.setup, batch, cluster, options=step.options)
+    before = memory(program, state.setup, batch, cluster, execution=step.describe(state, batch))
     assert before.fits is False
     found = remedies(step, state.setup, batch, lambda traced: pod.compile(traced, cluster), before.limit_bytes)
     tried = [one for one in found if one.peak_bytes is not None]

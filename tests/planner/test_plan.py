@@ -29,8 +29,8 @@ from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
 from meshpar.optim.orthogonalized import exchange, matrices
 from meshpar.parallel.candidates import _strategy, kinds
-from meshpar.parallel.expected.step_spec import ExpectedCollective
 from meshpar.parallel.strategy import Strategy
+from meshpar.parallel.expected.execution import ExpectedCollective
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
@@ -436,7 +436,7 @@ def test_node_first_sends_each_token_once_per_node():
         placed = search.placer.place(dict(layout.mesh), pair)
         (part,) = (one for one in pair.parts if one.name == "expert_parallel")
         for remat in (None, "full"):
-            told = part.kernels(placed.step_spec(dataclasses.replace(layout, remat=remat)))
+            told = part.kernels(placed.execution(dataclasses.replace(layout, remat=remat)))
             sent[name, remat] = [(one.axes, one.elements, one.count[0] // layers) for one in told]
         tried = {one for sizes in search.meshes() for one in search.strategies(sizes)}
         pairs = {one for one in tried if "('data', 'expert')" in str(one)}
@@ -556,9 +556,9 @@ def test_tensor_parallelism_shards_expert_weights():
     placed = Placer(workload(MOE, 16, 64)).place(
         dict(mp.MeshSpec(fsdp=2, expert=2, tensor=2)), mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
     )
-    step_spec = placed.step_spec(Layout(mesh=mp.MeshSpec(fsdp=2, expert=2, tensor=2), strategy=placed.strategy))
+    execution = placed.execution(Layout(mesh=mp.MeshSpec(fsdp=2, expert=2, tensor=2), strategy=placed.strategy))
     layers, width, inner = CONFIG.num_layers, CONFIG.embed_dim, CONFIG.mlp_dim
-    assert {elements_per_expert(step_spec, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
+    assert {elements_per_expert(execution, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
@@ -627,7 +627,7 @@ def test_interleave_overlaps_only_communication_in_layers():
     search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
     layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(prefetch=1))
     placed = search.placer.place(dict(layout.mesh), layout.strategy)
-    assert placed.step_spec(layout).exchanges_rows
+    assert placed.execution(layout).exchanges_rows
     whole, sliced = (
         search.estimate(dataclasses.replace(layout, interleave=slices)).time.exposed_s for slices in (1, 2)
     )
@@ -670,7 +670,7 @@ def test_interleaved_matmuls_use_the_rate_of_their_size(small):
     whole, sliced = (Layout(mesh=mesh, strategy=parts, interleave=slices) for slices in (1, 2))
     search = Search(small, cluster)
     placed = search.placer.place(dict(mesh), parts)
-    assert matmul_size(placed, whole) / matmul_size(placed, sliced) == pytest.approx(2 ** (1 / 3))
+    assert matmul_size(placed.execution(whole)) / matmul_size(placed.execution(sliced)) == pytest.approx(2 ** (1 / 3))
     assert search.estimate(sliced).time.compute_s > 1.1 * search.estimate(whole).time.compute_s
     search = Search(workload(MOE, 64, 64), parse_cluster("h100:1x8"))
     mesh, parts = mp.MeshSpec(data=4, expert=2), mp.ddp() | mp.expert_parallel()

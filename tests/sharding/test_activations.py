@@ -17,7 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.inspect.expected import step_spec_of
 from meshpar.layers.precision import products
 from meshpar.sharding import adapters
 from meshpar.sharding.jaxprs import equations
@@ -255,8 +254,8 @@ def test_precision_rule_sets_the_dtype_of_modules(kind, accumulate):
         dtypes.setdefault(eqn.outvars[0].aval.shape[-1], set()).update(x.aval.dtype.name for x in eqn.invars)
     assert dtypes[MLP] >= {"float32"}, "up"
     assert "bfloat16" in dtypes[WIDTH], "down and out"
-    facts = step_spec_of(state.setup, step.options, X)
-    dtypes = [facts.compute_dtype(state.table[f"block1/{name}/kernel"]).name for name in ("up", "down")]
+    execution = step.describe(state, X)
+    dtypes = [execution.compute_dtype(state.table[f"block1/{name}/kernel"]).name for name in ("up", "down")]
     assert dtypes == ["float32", "bfloat16"]
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective
 from meshpar.sharding.types import Decision, axes_of_spec
 
 SCALES = "fp8 scales of rows"
@@ -23,7 +23,7 @@ _Reduction = tuple[Literal["sum", "gather"], str, int, int]
 """A collective: kind, dtype, minimum count, maximum count. Counts are per layer and micro-step."""
 
 
-def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:
+def expected_collectives(step: Execution) -> Iterator[ExpectedCollective]:
     """Yield the collectives for scales of weights with rowwise fp8 matmuls. Scales of experts are local."""
     for decision in (weight.decision for weight in step.weights):
         leaf = decision.leaf
@@ -34,18 +34,18 @@ def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:
         names = (leaf.names or ())[first:]
         last = first + max(1, names.index("embed") if "embed" in names else 1)
         axes = [set(step.ordered(axes_of_spec(part))) for part in (decision.spec[first:last], decision.spec[last:])]
-        is_gathered = step.is_prefetched or step.is_once or step.is_pipelined or step.quantize is not None
+        is_gathered = step.layers_ahead or step.gathers_once or step.is_pipelined or step.formats is not None
         remaining = [part & set(step.tensor_axes) for part in axes] if is_gathered else axes
         yield from _of_columns(step, decision, math.prod(leaf.shape[last:]), *remaining)
         yield from _of_tokens(step, decision, *axes)
 
 
 def _of_columns(
-    step: StepSpec, decision: Decision, width: int, sum_axes: set[str], column_axes: set[str]
+    step: Execution, decision: Decision, width: int, sum_axes: set[str], column_axes: set[str]
 ) -> Iterator[ExpectedCollective]:
     """Yield the collectives for scales of `width` columns. They run in the forward pass and in its recomputation."""
     stack, tensor = decision.leaf.num_layers, set(step.tensor_axes)
-    runs, recomputed, slices = stack * step.accumulate, step.recomputed(stack), step.slices(stack)
+    runs, recomputed, slices = stack * step.microbatches, step.recomputed(stack), step.slices(stack)
     required = stack > 1 and decision.leaf.names is not None  # XLA may gather other weights before it computes scales
     kinds: tuple[_Reduction, ...] = (
         ("sum", step.compute_dtype(decision).name, required, recomputed * slices),
@@ -61,11 +61,11 @@ def _of_columns(
 
 
 def _of_tokens(
-    step: StepSpec, decision: Decision, sum_axes: set[str], column_axes: set[str]
+    step: Execution, decision: Decision, sum_axes: set[str], column_axes: set[str]
 ) -> Iterator[ExpectedCollective]:
     stack = decision.leaf.num_layers
     slices, recomputed = step.slices(stack), step.recomputed(stack)
-    runs = stack * step.accumulate * slices
+    runs = stack * step.microbatches * slices
     for axis in step.tensor_axes:
         is_row, is_column, is_gathered = axis in sum_axes, axis in column_axes, axis in step.sequence_axes
         kinds: tuple[_Reduction, ...] = (

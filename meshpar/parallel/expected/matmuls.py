@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, split_axes
+from meshpar.parallel.expected.execution import Execution, ExpectedCollective, parent, split_axes
 from meshpar.sharding.types import LORA_SUFFIX, PAIR, Decision, axes_of_spec, spec_axes
 
 NORMED_HEADS = "norms over sharded heads"
@@ -16,7 +16,7 @@ VOCABULARY = "loss over a sharded vocabulary"
 """Role of the collectives of a loss with a sharded vocabulary."""
 
 
-def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
+def contracted(step: Execution) -> Iterator[ExpectedCollective]:
     """Yield the collectives of matmuls whose weights are sharded over an axis that also shards activations.
 
         row-parallel weight                     all-reduce of the result, forward (Megatron's g)
@@ -62,7 +62,7 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
     for axis in step.ordered(axes) if step.tokens is not None else ():
         yield ExpectedCollective(
             role=VOCABULARY, kind="sum", axes=(axis,), elements=step.tokens or 0, dtype="f32",
-            count=(0, 3 * step.accumulate), tensors=("max, sum and target logit of each token",), forward_only=True,
+            count=(0, 3 * step.microbatches), tensors=("max, sum and target logit of each token",), forward_only=True,
         )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def _side(decision: Decision, axis: str) -> str | None:
 
 
 def _of_block(
-    step: StepSpec, axis: str, rows: Sequence[Decision], columns: Sequence[Decision]
+    step: Execution, axis: str, rows: Sequence[Decision], columns: Sequence[Decision]
 ) -> Iterator[ExpectedCollective]:
     """Yield the collectives of row-parallel and column-parallel weights of a module."""
     stack, by_sequence = (*rows, *columns)[0].leaf.num_layers, axis in step.sequence_axes
@@ -115,7 +115,7 @@ def _of_block(
         yield collective("gather sequence, backward", "gather", max(0, num_rows - frozen), num_rows)
 
 
-def _num_partial_sums(step: StepSpec, columns: Sequence[Decision]) -> int:
+def _num_partial_sums(step: Execution, columns: Sequence[Decision]) -> int:
     """Return the number of matmuls whose input gradients are partial sums, including LoRA adapters."""
     if step.is_pipelined or step.is_by_device:
         return len(columns)
@@ -125,7 +125,7 @@ def _num_partial_sums(step: StepSpec, columns: Sequence[Decision]) -> int:
 
 
 def _of_latent(
-    step: StepSpec, axis: str, latent: Decision, of_latents: Sequence[Decision]
+    step: Execution, axis: str, latent: Decision, of_latents: Sequence[Decision]
 ) -> Iterator[ExpectedCollective]:
     """Yield the reduction of a latent vector's gradient, and with sequence parallelism its all-gather."""
     width = latent.leaf.shape[-1]
@@ -136,7 +136,7 @@ def _of_latent(
         yield collective("gather sequence, forward", "gather", 1, 1 + step.recomputed(latent.leaf.num_layers))
 
 
-def _of_pair(step: StepSpec, decision: Decision, axis: str) -> Iterator[ExpectedCollective]:
+def _of_pair(step: Execution, decision: Decision, axis: str) -> Iterator[ExpectedCollective]:
     """Yield the reductions of the activations between the matrices of a low-rank pair.
 
     If the input dim is sharded, these activations are partial sums. If the output dim is sharded, their gradients are
@@ -155,7 +155,7 @@ def _of_pair(step: StepSpec, decision: Decision, axis: str) -> Iterator[Expected
 
 
 def _activation_collective(
-    step: StepSpec, axis: str, width: int, tensors: Sequence[Decision]
+    step: Execution, axis: str, width: int, tensors: Sequence[Decision]
 ) -> Callable[..., ExpectedCollective]:
     """Return a function that creates collectives of activations with `width` elements per token.
 
@@ -163,7 +163,7 @@ def _activation_collective(
     """
     stack, by_sequence = tensors[0].leaf.num_layers, axis in step.sequence_axes
     slices = step.slices(stack)
-    runs = stack * step.accumulate * slices
+    runs = stack * step.microbatches * slices
 
     def collective(
         role: str, kind: Literal["gather", "sum"], minimum: int, maximum: int, *, may_all_reduce: Any = False

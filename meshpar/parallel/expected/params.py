@@ -18,12 +18,12 @@ from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec
 
-from meshpar.parallel.expected.step_spec import (
+from meshpar.parallel.expected.execution import (
     GRADIENTS,
     RENEWED,
     WEIGHTS,
+    Execution,
     ExpectedCollective,
-    StepSpec,
     Weight,
     layer_elements,
     owned_axes,
@@ -33,7 +33,7 @@ from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.types import PAIR, Decision, Leaf, axes_of_spec
 
 
-def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:
+def expected_collectives(step: Execution) -> Iterator[ExpectedCollective]:
     """Yield the expected collectives of every parameter, its gradient and its new value."""
     for make in (gathered, reduced, renewed):
         for param in step.weights:
@@ -51,22 +51,22 @@ def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:
         yield from _rows_gathered(step, weight)
 
 
-def _by_use(step: StepSpec, weight: Weight) -> tuple[tuple[StepSpec, Weight], ...]:
+def _by_use(step: Execution, weight: Weight) -> tuple[tuple[Execution, Weight], ...]:
     """Return the uses of a parameter. An output layer in vocabulary chunks is treated as a stack of layers.
 
     A tied table is also used unsharded by the lookup, which has a separate gradient. If it is gathered once for
     all micro-steps, both uses share the gathered table.
     """
-    is_shared = step.is_once and step.is_tied
+    is_shared = step.gathers_once and step.is_tied
     if step.vocab_chunks == 1 or is_shared or not weight.leaf.has("vocab"):
         return ((step, weight),)
     is_head = step.is_tied or not weight.leaf.is_table
-    step = dataclasses.replace(step, is_tied=False, interleave=1)  # the loss does not interleave slices of the batch
-    lookup, head = (step, weight), (dataclasses.replace(step, is_prefetched=True), _as_chunks(step, weight))
+    step = dataclasses.replace(step, is_tied=False, batch_slices=1)  # the loss does not interleave slices of the batch
+    lookup, head = (step, weight), (dataclasses.replace(step, layers_ahead=1), _as_chunks(step, weight))
     return (*[lookup] * weight.leaf.is_table, *[head] * is_head)
 
 
-def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> Iterator[ExpectedCollective]:
+def _as_used(step: Execution, weight: Weight, collective: ExpectedCollective) -> Iterator[ExpectedCollective]:
     """Yield a parameter's collective with counts that follow from the uses of the parameter (`step.uses`).
 
     The collective is required only if the model uses the full parameter. XLA may send slices if the model uses slices,
@@ -99,12 +99,12 @@ def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> 
 
 
 def _rows_exchanged(
-    step: StepSpec, collective: ExpectedCollective, leaf: Leaf, num_rows: int
+    step: Execution, collective: ExpectedCollective, leaf: Leaf, num_rows: int
 ) -> Iterator[ExpectedCollective]:
     """Yield the collectives of a lookup in a table whose width is sharded, which sends slices of the rows."""
     width = math.prod(leaf.shape[1:])
     rows = dataclasses.replace(
-        collective, kind="gather", elements=num_rows, count=(0, 2 * step.micro_steps), counts=(), scattered=(),
+        collective, kind="gather", elements=num_rows, count=(0, 2 * step.num_exchanges), counts=(), scattered=(),
         may_all_reduce=False, as_stacked=None,
     )  # fmt: skip
     yield dataclasses.replace(rows, kind="exchange", elements=num_rows // step.num_shards(step.batch_axes) * width)
@@ -113,7 +113,7 @@ def _rows_exchanged(
     yield dataclasses.replace(rows, elements=num_rows * width)
 
 
-def _as_chunks(step: StepSpec, weight: Weight) -> Weight:
+def _as_chunks(step: Execution, weight: Weight) -> Weight:
     """Return a matrix as a stack of vocabulary chunks. Each chunk takes the same number of rows from each shard."""
     leaf, num = weight.leaf, step.vocab_chunks
     assert leaf.names is not None
@@ -126,26 +126,26 @@ def _as_chunks(step: StepSpec, weight: Weight) -> Weight:
     return Weight(dataclasses.replace(weight.decision, leaf=leaf, spec=specs[0]), *specs[1:])
 
 
-def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
+def gathered(step: Execution, weight: Weight) -> ExpectedCollective | None:
     """Return the all-gather of a parameter over the axes where every device needs the full parameter."""
     decision = weight.decision
     if step.exchanges_rows and decision.leaf.is_table:
         return None
     axes = set(split_axes(step, decision.spec)) - set(step.tensor_axes) - set(owned_axes(step, decision))
-    if not axes or (step.quantize is not None and axes & set(step.batch_axes)):  # a kernel of the engine gathers it
+    if not axes or (step.formats is not None and axes & set(step.batch_axes)):  # a kernel of the engine gathers it
         return None
     stack = decision.leaf.num_layers
     # Outside a loop over layers the backward pass reuses the array that the forward pass gathered. Inside, a
     # rematerialized layer may gather again. MoE layers gather their router once and save it. XLA may also save the
     # small matrices of a low-rank pair. The backward pass does not use biases.
-    passes = 1 if step.is_once else 2
+    passes = 1 if step.gathers_once else 2
     is_saved = decision.leaf.is_router or decision.path.rpartition("/")[2] in (*PAIR, "bias")
-    minimum = (1 if is_saved else passes) * step.micro_steps * stack if stack > 1 else 1
+    minimum = (1 if is_saved else passes) * step.num_exchanges * stack if stack > 1 else 1
     # XLA unrolls a loop over a single layer, but may still gather again for rematerialization.
-    maximum = (passes + (step.is_remat and decision.leaf.is_stacked)) * step.micro_steps * stack
-    if step.is_prefetched and stack > 1:
+    maximum = (passes + (step.recomputes and decision.leaf.is_stacked)) * step.num_exchanges * stack
+    if step.layers_ahead and stack > 1:
         # The backward pass starts with the last layer gathered, and its last iteration has no layer to prefetch.
-        minimum, maximum = max(1, minimum - step.micro_steps), max(maximum, minimum)
+        minimum, maximum = max(1, minimum - step.num_exchanges), max(maximum, minimum)
     return ExpectedCollective(
         role=WEIGHTS, kind="gather", axes=step.ordered(axes), elements=layer_elements(step, decision, axes),
         dtype=step.wire(step.gathered_dtype(decision)), count=(minimum, maximum), tensors=(decision.path,),
@@ -153,14 +153,14 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     )  # fmt: skip
 
 
-def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
+def reduced(step: Execution, weight: Weight) -> ExpectedCollective | None:
     """Return the reduction of a gradient: scattered over the axes of its update, all-reduced over other batch axes."""
     decision, leaf = weight.decision, weight.leaf
     deferred = set(step.deferred_axes)
     is_exchanged = step.exchanges_rows and decision.leaf.is_table  # a kernel reduces it in each micro-step
     if not leaf.is_trained or (is_exchanged and not deferred):
         return None
-    is_quantized = step.quantize is not None and step.quantize.gradients is not None and leaf.layer_ndim > 1
+    is_quantized = step.formats is not None and step.formats.gradients is not None and leaf.layer_ndim > 1
     owned, sharded = set(owned_axes(step, decision)), set(split_axes(step, decision.spec))
     if is_quantized and sharded & set(step.batch_axes):  # a kernel of the engine reduces it
         return None
@@ -178,7 +178,7 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         return None
     scattered = set(split_axes(step, weight.update)) & partial
     stack, elements = leaf.num_layers, leaf.size // leaf.num_layers // step.num_shards(sharded - partial)
-    runs = stack * step.micro_steps
+    runs = stack * step.num_exchanges
     # A tied table has two gradients, of the lookup and of the head, which are added after their reductions. A layer
     # has a gradient per batch slice, which XLA may add before it reduces them.
     is_shared = step.is_tied and decision.leaf.has("vocab") and decision.path not in step.uses
@@ -186,15 +186,15 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     counts: dict[str, tuple[int, int]] = {}
     # The accumulated gradients have the sharding of the gradient rules. Over the other axes XLA may accumulate first
     # and reduce once.
-    accumulates = step.accumulate > 1 and not step.is_once
+    accumulates = step.microbatches > 1 and not step.gathers_once
     always_scattered = scattered & set(split_axes(step, weight.grads)) if accumulates else scattered
     if accumulates:
         counts |= dict.fromkeys(partial - always_scattered, (stack, uses * runs))
     counts |= dict.fromkeys(partial & deferred, (stack, stack))
     # If gradients are reduced once, after all micro-steps, each micro-step still reduces over the sequence axes.
     # Outside the layers XLA may accumulate first.
-    if step.is_once and not step.is_pipelined:
-        num_reductions = stack * step.accumulate
+    if step.gathers_once and not step.is_pipelined:
+        num_reductions = stack * step.microbatches
         minimum = num_reductions if leaf.is_stacked else stack
         sequence_axes = {*step.sequence_axes, *step.context_axes}
         counts |= dict.fromkeys(partial & sequence_axes, (minimum, uses * num_reductions))
@@ -209,7 +209,7 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     )  # fmt: skip
 
 
-def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
+def outputs_of_pair(step: Execution, decision: Decision) -> set[str]:
     """Return the tensor axes over which the gradient of a low-rank matrix is a partial sum.
 
     For the first matrix of a pair, these are the axes that shard the second, as in a column-parallel layer. For the
@@ -223,13 +223,13 @@ def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
     return set(split_axes(step, next(specs, PartitionSpec()))) & set(step.tensor_axes)
 
 
-def _rows_gathered(step: StepSpec, weight: Weight) -> Iterator[ExpectedCollective]:
+def _rows_gathered(step: Execution, weight: Weight) -> Iterator[ExpectedCollective]:
     """Yield all-gathers of the rows and indices of a lookup, for its gradient over a sharded sequence.
 
     In each micro-step, XLA may use them instead of all-reducing the full table, because they send fewer bytes.
     """
     decision = weight.decision
-    if not (step.is_once and step.context_axes and step.tokens and decision.leaf.is_table) or step.is_pipelined:
+    if not (step.gathers_once and step.context_axes and step.tokens and decision.leaf.is_table) or step.is_pipelined:
         return
     tokens = step.tokens * step.num_shards(step.context_axes)
     dtypes = dict.fromkeys((step.wire(step.reduce_dtype(decision)), step.wire(step.compute_dtype(decision))))
@@ -237,11 +237,11 @@ def _rows_gathered(step: StepSpec, weight: Weight) -> Iterator[ExpectedCollectiv
     for dtype, elements in elements_of.items():
         yield ExpectedCollective(
             role=GRADIENTS, kind="gather", axes=step.context_axes, elements=elements, dtype=dtype,
-            count=(0, step.accumulate), tensors=(decision.path,),
+            count=(0, step.microbatches), tensors=(decision.path,),
         )  # fmt: skip
 
 
-def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes: set[str]) -> bool:
+def _may_all_reduce(step: Execution, weight: Weight, elements: int, reduced_axes: set[str]) -> bool:
     """Return whether XLA may all-reduce a gradient although each rank keeps only a shard.
 
     XLA does so for small arrays, and XLA:CPU does not always merge an all-reduce with the slice after it. The gradient
@@ -249,7 +249,7 @@ def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes:
     `shard_map` of their layer with the sharding of the parameters, and so does the router's.
     """
     decision, owned = weight.decision, owned_axes(step, weight.decision)
-    in_region = (bool(owned) or decision.leaf.is_router) and not step.is_once
+    in_region = (bool(owned) or decision.leaf.is_router) and not step.gathers_once
     if in_region and owned and set(split_axes(step, weight.update)) <= set(split_axes(step, decision.spec)):
         return False
     is_small = elements * step.reduce_dtype(decision).itemsize <= MIN_SHARDED_BYTES
@@ -258,7 +258,7 @@ def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes:
     return step.on_cpu or is_small or in_region or is_joint
 
 
-def renewed(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
+def renewed(step: Execution, weight: Weight) -> ExpectedCollective | None:
     """Return the all-gather of the new parameter value, if the update is sharded over additional axes."""
     decision = weight.decision
     axes = step.ordered(set(split_axes(step, weight.update)) - set(split_axes(step, decision.spec)))

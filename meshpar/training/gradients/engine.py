@@ -10,8 +10,10 @@ import jax
 
 from meshpar.hardware.compile_options import Options
 from meshpar.layers.losses import Loss, MicrobatchTotals
+from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.adapters.model import OVERWRITTEN
 from meshpar.sharding.types import MeshparError, PyTree, problem
+from meshpar.training.execution import Sharded, described
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
@@ -80,6 +82,8 @@ class GradientEngine:
     """True if the loss function is traced per device, inside a `shard_map` over the batch axes."""
     divides_batch: bool = False
     """True if the loss function receives parts of the batch also without micro-steps."""
+    describe: Callable[[Sharded, StepOptions], Execution] = described
+    """Resolves the options of a step to what the engine does."""
     compile_options: Callable[[Setup, StepOptions], Options] = lambda setup, options: {}
     """Returns the XLA options that the engine needs."""
 

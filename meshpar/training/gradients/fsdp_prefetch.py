@@ -37,6 +37,7 @@ from meshpar.layers.scan import (
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
+from meshpar.training.execution import described
 from meshpar.training.gradients import xla
 from meshpar.training.gradients.engine import Feature, GradientEngine
 from meshpar.training.options import StepOptions
@@ -303,5 +304,6 @@ def _appended(stacked: jax.Array, last: jax.Array) -> jax.Array:
 ENGINE = GradientEngine(
     gradients,
     supports=frozenset({Feature.ACCUMULATION, Feature.PREFETCH, Feature.HOST_OFFLOAD, Feature.BATCH_STATISTICS}),
+    describe=functools.partial(described, layers_ahead=1),
     compile_options=compile_options,
 )

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.parallel.batch import split_rows
+from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, within
 from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, problem, without_axes
@@ -38,6 +39,7 @@ from meshpar.training.accumulation import (
     micro_keys,
     micro_step,
 )
+from meshpar.training.execution import Sharded, described
 from meshpar.training.gradients.engine import Feature, GradientEngine
 from meshpar.training.gradients.zeropp import QuantizedGather, QuantizedRunner, make_quantized_gather
 from meshpar.training.options import StepOptions
@@ -290,12 +292,26 @@ def _reduce_all_but_gradients(sums: MicrobatchTotals, axes: tuple[str, ...]) -> 
     return sums.replace(loss=loss, metrics=metrics, extra=jax.tree.map(reduce_extra, sums.extra))
 
 
+def describe(setup: Sharded, options: StepOptions) -> Execution:
+    """Describe a step that computes gradients per device."""
+    return described(setup, options, gathers_once=options.is_once, formats=setup.strategy.quantize)
+
+
+def describe_groups(setup: Sharded, options: StepOptions) -> Execution:
+    """Describe a step that reduces gradients across groups once."""
+    return described(setup, options, deferred_axes=setup.strategy.group_axes(setup.batch_axes))
+
+
 ACROSS_GROUPS = GradientEngine(
-    gradients_of_groups, supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}), divides_batch=True
+    gradients_of_groups,
+    supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}),
+    divides_batch=True,
+    describe=describe_groups,
 )
 ENGINE = GradientEngine(
     gradients,
     supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}),
     uses_local_batch=True,
     divides_batch=True,
+    describe=describe,
 )

@@ -5,55 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshpar.layers.remat import offloads
+from meshpar.parallel.batch import rows_of
+from meshpar.parallel.expected.execution import Execution
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import replicated
+from meshpar.sharding.types import PyTree
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 
-def deferred_axes(
+def engine_of(
     strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...], needed: Iterable[Feature] = ()
-) -> tuple[str, ...]:
-    """Return the axes over which gradients are reduced once, after the micro-steps ("once_across_groups").
-
-    Each micro-step reduces gradients over the other batch axes. The result is empty in other modes.
+) -> GradientEngine:
+    """Return the engine that computes the gradients of a step.
 
     Args:
       strategy, options: strategy and options of the step.
       batch_axes: mesh axes that shard the batch.
       needed: features that the model needs. By default, `hsdp` uses "once_across_groups" if that engine supports them.
     """
-    group_axes = strategy.group_axes(batch_axes)
-    if not group_axes or options.accumulate == 1 or strategy.pipeline is not None:
-        return ()
-    if options.reduce_gradients is None and strategy.is_hybrid:
-        from meshpar.training.gradients import per_device
-
-        features = {*_requested_by(strategy, options), *needed}
-        return group_axes if features <= per_device.ACROSS_GROUPS.supports else ()
-    return group_axes if options.reduce_gradients == "once_across_groups" else ()
-
-
-def deferred_axes_of(setup: Setup, options: StepOptions) -> tuple[str, ...]:
-    """Return the `deferred_axes` of a step with this setup."""
-    return deferred_axes(setup.strategy, options, setup.batch_axes, _needed_by(setup))
-
-
-def engine_of(
-    strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...], needed: Iterable[Feature] = ()
-) -> GradientEngine:
-    """Return the engine that computes the gradients of a step; arguments as for `deferred_axes`."""
     # Local imports: `xla` needs neither the kernels nor the pipeline package.
     if strategy.pipeline is not None:
         from meshpar.training.gradients import stages
 
         return stages.ENGINE
-    if deferred_axes(strategy, options, batch_axes, needed):
+    if strategy.group_axes(batch_axes) and options.accumulate > 1:
         from meshpar.training.gradients import per_device
 
-        return per_device.ACROSS_GROUPS
+        mode = options.reduce_gradients
+        if mode is None and strategy.is_hybrid:
+            features = {*_requested_by(strategy, options), *needed}
+            mode = "once_across_groups" if features <= per_device.ACROSS_GROUPS.supports else None
+        if mode == "once_across_groups":
+            return per_device.ACROSS_GROUPS
     if batch_axes and (strategy.quantize is not None or options.is_once):
         from meshpar.training.gradients import per_device
 
@@ -80,6 +66,11 @@ def check_setup(setup: Setup, options: StepOptions) -> None:
     _check(engine_of_setup(setup, options), features, setup.strategy, options)
     if setup.model.is_explicit and Feature.REPLICATED_INPUTS in features:
         raise unsupported(Feature.REPLICATED_INPUTS, "mp.explicit(model)")
+
+
+def describe(setup: Setup, options: StepOptions, batch: PyTree = ()) -> Execution:
+    """Return how the engine of a step executes it, on a global batch of arrays or shapes."""
+    return engine_of_setup(setup, options).describe(setup, options).for_batch(rows_of(batch))
 
 
 def engine_of_setup(setup: Setup, options: StepOptions) -> GradientEngine:

@@ -11,6 +11,7 @@ pipeline chunk. Computations that use the layers' `Aux` are removed from `last` 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,13 @@ from meshpar.hardware.compile_options import APART, IN_PLACE, Options
 from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
 from meshpar.layers.scan import Aux, Layer, StageRunner, scanned, with_aux
 from meshpar.parallel.batch import check_rows
+from meshpar.parallel.expected.execution import Execution, StageUses
 from meshpar.parallel.pipeline import Pipeline
-from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params, split_stage
-from meshpar.pipeline.gradients import StagedRun
+from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
+from meshpar.pipeline.gradients import LeafUses, StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
 from meshpar.schedules import Schedule
-from meshpar.sharding.context import within
+from meshpar.sharding.context import current, within
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
@@ -43,6 +45,7 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.accumulation import compute_params, grad_specs
+from meshpar.training.execution import Sharded, described
 from meshpar.training.gradients.engine import GradientEngine
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
@@ -60,6 +63,18 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     check_rows(batch, {axis: setup.sizes[axis] for axis in batch_axes}, count * slices, unit)
     chunked = _ChunkedModel.of(setup, schedule, pipeline)
     epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
+    layers, others = chunked.partition([decision.path for decision in setup.table.params])
+    context = current().numerics
+    assert context is not None
+
+    def record(uses: LeafUses) -> None:
+        context.stage_uses = StageUses(
+            outputs=uses.outputs,
+            first=frozenset(itertools.compress(others, uses.first)),
+            last=frozenset(itertools.compress(others, uses.last)),
+            reads=dict(zip(layers, uses.reads, strict=True)),
+        )
+
     run = StagedRun(
         functions=chunked.functions(loss, params, epilogue),
         schedule=schedule,
@@ -70,6 +85,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         grad_dtype=options.precision.reduce_dtype,
         expert_specs=chunked.expert_specs(setup.layout.params, batch_axes),
         activation_axes=_activation_axes(setup),
+        record=record,
     )
     specs, result_specs = chunked.specs(setup.layout.params), chunked.specs(grad_specs(setup, options))
     split = chunked.split(params)
@@ -88,33 +104,6 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 def compile_options(setup: Setup, options: StepOptions) -> Options:
     """Return XLA options that avoid copies of buffers, and that keep slices of the batch apart."""
     return IN_PLACE if options.interleave == 1 else {**IN_PLACE, **APART}
-
-
-def reads_of_layers(
-    loss: Loss, setup: Setup, params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array
-) -> dict[str, tuple[bool, bool, bool]]:
-    """Return whether the F, B and W operations of a microbatch read each parameter of the layers, by path.
-
-    F is the forward pass, B the input gradient, W the weight gradient. All arguments are shapes: `params` in the
-    compute dtype, `examples` of a microbatch of a device, and `key` as raw key data.
-    """
-    pipeline = setup.strategy.pipeline
-    assert pipeline is not None
-    chunked = _ChunkedModel.of(setup, pipeline.table(), pipeline)
-    reads: list[tuple[bool, bool, bool]] = []
-
-    def traced(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> tuple[()]:
-        key = jax.random.wrap_key_data(key_data)
-        epilogue = _Epilogue.of(loss, params, extra, examples, key, f"strategy {setup.strategy.label}")
-        functions, split = chunked.functions(loss, params, epilogue), chunked.split(params)
-        inputs = MicrobatchInputs(examples, key, jnp.zeros((), jnp.int32), extra)
-        x = functions.first(split.embedding_and_head, inputs)
-        reads.extend(split_stage(functions, [leaf[0] for leaf in split.chunks], x, inputs).reads)
-        return ()
-
-    jax.eval_shape(traced, params, extra, examples, key)
-    paths, _ = chunked.partition([decision.path for decision in setup.table.params])
-    return dict(zip(paths, reads, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -510,4 +499,11 @@ def _activation_axes(setup: Setup) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axes))
 
 
-ENGINE = GradientEngine(gradients, supports=frozenset(), divides_batch=True, compile_options=compile_options)
+def describe(setup: Sharded, options: StepOptions) -> Execution:
+    """Describe a pipelined step."""
+    return described(setup, options, pipeline=setup.strategy.pipeline, gathers_once=True)
+
+
+ENGINE = GradientEngine(
+    gradients, supports=frozenset(), divides_batch=True, describe=describe, compile_options=compile_options
+)

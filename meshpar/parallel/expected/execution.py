@@ -1,4 +1,4 @@
-"""Expected collectives and the description of a training step that they are derived from.
+"""Expected collectives, and the resolved description of a training step that they are derived from.
 
 Each `Parallelism` yields an `ExpectedCollective` per array size for the collectives that XLA inserts because of its
 rules. It describes the cheapest form. XLA may also lower it as:
@@ -15,17 +15,20 @@ Collectives of kernels are not listed here: they are read from the traced step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import Decision, Leaf, axes_of_spec, spec_axes, without_axes
+from meshpar.sharding.types import Decision, Leaf, PyTree, axes_of_spec, spec_axes, without_axes
 
 if TYPE_CHECKING:
+    from meshpar.parallel.pipeline import Pipeline
     from meshpar.parallel.quantization import Quantize
 
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn"}
@@ -120,22 +123,32 @@ class ParamUsage(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """Description of a training step: mesh, batch, parameters and options."""
+class StageUses:
+    """Arrays that the stages of a pipeline read and send. The engine records them while the step is traced."""
+
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    """Local shapes of the arrays that a stage sends to the next stage for each microbatch."""
+    first: frozenset[str]
+    """Paths of the parameters that are used before the layers."""
+    last: frozenset[str]
+    """Paths of the parameters that are used after the layers; tied parameters are in both."""
+    reads: Mapping[str, tuple[bool, bool, bool]]
+    """For each layer parameter, whether the forward, input-gradient and weight-gradient ops (F, B, W) read it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a gradient engine executes a step, with all options resolved.
+
+    `GradientEngine.describe` creates it from a strategy on a mesh and the options. The batch, the traced step and the
+    compiler determine the other fields; `for_batch` and `with_uses` set them.
+    """
 
     sizes: dict[str, int]
     """Size of every mesh axis, in the mesh's order."""
-    accumulate: int = 1
-    """Number of micro-steps."""
-    is_once: bool = False
-    """True if weights are gathered before the first micro-step and gradients are reduced after the last."""
-    deferred_axes: tuple[str, ...] = ()
-    """Axes over which gradients are reduced once, after the last micro-step. Each micro-step reduces them over the
-    other batch axes."""
-    is_remat: bool = False
-    interleave: int = 1
-    """Number of slices of the local batch that stacked layers interleave."""
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[Weight, ...] = dataclasses.field(default=(), repr=False)
+
+    # Axes
     batch_axes: tuple[str, ...] = ()
     tensor_axes: tuple[str, ...] = ()
     """Axes that shard activation dims other than the batch."""
@@ -143,56 +156,125 @@ class StepSpec:
     """Axes that shard the sequence of the residual stream between blocks (sequence parallelism)."""
     context_axes: tuple[str, ...] = ()
     """Axes that shard the sequence in every layer. Gradients are reduced over them, as over batch axes."""
-    rows: int = 0
-    """Examples per device and micro-step."""
-    tokens: int | None = None
-    """Tokens per device and micro-step; None if the batch has no tokens."""
-    uses: Mapping[str, ParamUsage] = dataclasses.field(default_factory=dict)
-    """Uses of parameters by path, in a model without activation constraints."""
     unannotated_axes: tuple[str, ...] = ()
     """Axes that shard the parameters in `uses` but not the batch. Activation collectives over them are unknown."""
-    experts_per_token: int = 0
-    """Number of experts that each token is sent to. Set for estimates only."""
-    nodes_visited: Callable[[int], int] | None = None
-    """Maps the number of nodes to the maximum number of nodes that a token is sent to, for dispatch that sends each
-    token once per node. Set for estimates only."""
-    row_bytes: Callable[[str, int], int | None] | None = None
-    """Maps a direction (`dispatch`, `combine`, `grad`) and a width to the bytes of a quantized token sent to experts,
-    or None if that direction is not quantized. Set for estimates only."""
+
+    # Division of the batch
+    micro_steps: int = 1
+    """Number of micro-steps."""
+    pipeline: Pipeline | None = None
+    """The pipeline, if stages run the step."""
+    batch_slices: int = 1
+    """Number of slices of the local batch that stacked layers process independently."""
+    rows: int = 0
+    """Examples per device and microbatch."""
+    tokens: int | None = None
+    """Tokens per device and microbatch; None if the batch has no tokens."""
+
+    # Communication of parameters and gradients
+    gathers_once: bool = False
+    """True if weights are gathered before the first microbatch and gradients are reduced after the last."""
+    deferred_axes: tuple[str, ...] = ()
+    """Axes over which gradients are reduced once, after the last micro-step. Each micro-step reduces them over the
+    other batch axes."""
+    layers_ahead: int = 0
+    """Number of layers whose weights are gathered in advance."""
+    formats: Quantize | None = None
+    """Formats in which kernels of the engine send weights and gradients; None if XLA sends them."""
+    exchanges_rows: bool = False
+    """True if a kernel sends the embedding rows of the tokens and reduces the gradient of the table."""
+
+    # Saved activations
+    remat: str | None = None
+    """Policy for the activations that stacked layers save; None means all."""
+    recomputes: bool = False
+    """True if any layer recomputes activations."""
+    vocab_chunks: int = 1
+    """Number of vocabulary chunks in which the output layer is computed."""
+
+    # Dtypes
     compute: str | None = None
     """Compute dtype of the layers; None means the dtype of each parameter."""
     reduce: str | None = None
     """Dtype of gradient reductions; None means at least float32."""
-    low_precision: frozenset[str] = frozenset()
+    low_precision: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
     """Paths of parameters in modules with fp8 or int8 matmuls."""
-    rowwise_fp8: frozenset[str] = frozenset()
+    rowwise_fp8: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
     """The subset of `low_precision` with one scale per row."""
     computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Compute dtypes by parameter path, for modules that override `compute`."""
-    quantize: Quantize | None = None
-    """Quantization of gathered weights and reduced gradients by kernels; None if XLA sends them."""
-    is_prefetched: bool = False
-    """True if the weights of a layer are gathered while the previous layer computes."""
-    is_pipelined: bool = False
-    """True if pipeline stages run the step."""
-    is_tied: bool = False
-    """True if the embedding and the head share a table."""
-    exchanges_rows: bool = False
-    """True if a kernel sends the embedding rows of the tokens and reduces the gradient of the table."""
-    vocab_chunks: int = 1
-    """Number of vocabulary chunks in which the output layer is computed."""
     on_cpu: bool = False
     """True if XLA:CPU compiles the step. It sends 16-bit floats as float32 and all-reduces before adding or slicing."""
 
+    # Uses of parameters
+    is_tied: bool = False
+    """True if the embedding and the head share a table."""
+    uses: Mapping[str, ParamUsage] = dataclasses.field(default_factory=dict, repr=False)
+    """Uses of parameters by path, in a model without activation constraints."""
+    stage_uses: StageUses | None = dataclasses.field(default=None, repr=False)
+    """Uses of parameters by pipeline stages."""
+
+    # Tokens of experts, for estimates only
+    experts_per_token: int = 0
+    """Number of experts that each token is sent to."""
+    nodes_visited: Callable[[int], int] | None = None
+    """Maps the number of nodes to the maximum number of nodes that a token is sent to, for dispatch that sends each
+    token once per node."""
+    row_bytes: Callable[[str, int], int | None] | None = None
+    """Maps a direction (`dispatch`, `combine`, `grad`) and a width to the bytes of a quantized token sent to experts,
+    or None if that direction is not quantized."""
+
+    def for_batch(self, rows: PyTree) -> Execution:
+        """Return the execution with the numbers of examples and tokens of a batch.
+
+        `rows` are the leaves of the global batch that are sharded over devices, as arrays or shapes.
+        """
+        num_rows, tokens = rows_and_tokens(rows, self.num_shards(self.batch_axes) * self.microbatches)
+        return self.with_examples(num_rows, tokens)
+
+    def with_examples(self, num_rows: int, tokens: int | None) -> Execution:
+        """Return the execution with numbers of examples and tokens, before the sequence is sharded."""
+        tokens = None if tokens is None else tokens // self.num_shards(self.context_axes)
+        return dataclasses.replace(self, rows=num_rows, tokens=tokens)
+
+    def with_uses(self, uses: Mapping[str, ParamUsage]) -> Execution:
+        """Return the execution of a model whose activations have no constraints, with the uses of its parameters."""
+        specs = (weight.spec for weight in self.weights if weight.leaf.names is None or weight.leaf.path in uses)
+        unannotated = {axis for spec in specs for axis in axes_of_spec(spec, self.sizes)} - set(self.batch_axes)
+        return dataclasses.replace(
+            self, uses=uses, unannotated_axes=self.ordered(unannotated),
+            tensor_axes=self.ordered({*self.tensor_axes, *unannotated}),
+        )  # fmt: skip
+
     @property
-    def micro_steps(self) -> int:
+    def is_pipelined(self) -> bool:
+        """True if pipeline stages run the step."""
+        return self.pipeline is not None
+
+    @property
+    def microbatches(self) -> int:
+        """Number of micro-steps, or of microbatches of a pipeline."""
+        return self.micro_steps if self.pipeline is None else self.pipeline.microbatches
+
+    @property
+    def num_exchanges(self) -> int:
         """Number of times per step that weights are gathered and gradients are reduced."""
-        return 1 if self.is_once else self.accumulate
+        return 1 if self.gathers_once else self.microbatches
+
+    @functools.cached_property
+    def stage_weights(self) -> tuple[Weight, ...]:
+        """The parameters with the shapes and specs within a pipeline stage."""
+        assert self.pipeline is not None
+        return tuple(_of_stage(weight, self.pipeline.axis, self.pipeline.stages) for weight in self.weights)
 
     @property
     def is_by_device(self) -> bool:
         """True if each device applies full weights to its local batch, so that tokens stay on their device."""
-        return not self.is_pipelined and (self.is_once or self.quantize is not None)
+        return not self.is_pipelined and (self.gathers_once or self.formats is not None)
+
+    def grad_spec(self, weight: Weight) -> PartitionSpec:
+        """Return the sharding of a gradient after a micro-step, or without accumulation that of the update."""
+        return weight.update if self.micro_steps == 1 else weight.grads
 
     @property
     def tokens_or_rows(self) -> int:
@@ -212,7 +294,7 @@ class StepSpec:
 
     def gathered_dtype(self, decision: Decision) -> np.dtype:
         """Return the dtype in which a parameter is gathered: fp8 if the layer that uses it also gathers it."""
-        leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.is_pipelined
+        leaf, ahead = decision.leaf, self.layers_ahead or self.gathers_once or self.is_pipelined
         by_kernel = decision.leaf.has("expert")  # the kernel rounds expert weights after gathering them
         if decision.path not in self.low_precision or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
             return self.compute_dtype(decision)
@@ -233,14 +315,26 @@ class StepSpec:
 
     def recomputed(self, stack: int) -> int:
         """Return how often the forward pass runs per micro-step, for layers in a stack of `stack` layers."""
-        return 2 if self.is_remat and stack > 1 else 1
+        return 2 if self.recomputes and stack > 1 else 1
 
     def slices(self, stack: int) -> int:
         """Return the number of batch slices on which a stack of `stack` layers runs."""
-        return self.interleave if stack > 1 else 1
+        return self.batch_slices if stack > 1 else 1
 
 
-def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
+def rows_and_tokens(rows: PyTree, num_parts: int = 1) -> tuple[int, int | None]:
+    """Return (examples, tokens) per part of a batch that is divided in parts. Without tokens, the second is None."""
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(rows)]
+    num_rows = max((shape[0] for shape, _ in shapes if shape), default=0) // num_parts
+    # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
+    has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)
+    has_images = any(len(shape) > 2 for shape, _ in shapes)
+    ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
+    tokens = [] if has_floats or has_images else [math.prod(shape) // num_parts for shape in ids]
+    return num_rows, max(tokens, default=None)
+
+
+def split_axes(step: Execution, spec: PartitionSpec) -> tuple[str, ...]:
     """Return the axes of a spec whose size is greater than 1, in the mesh's order."""
     return step.ordered(axes_of_spec(spec))
 
@@ -268,7 +362,7 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
     return tuple(map(named, params))
 
 
-def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
+def _of_stage(weight: Weight, axis: str, stages: int) -> Weight:
     """Return the shard of a parameter on one pipeline stage."""
     leaf = weight.leaf
     spec, grads, update = (without_axes(spec, (axis,)) for spec in (weight.spec, weight.grads, weight.update))
@@ -278,7 +372,7 @@ def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
     return Weight(dataclasses.replace(weight.decision, leaf=leaf, spec=spec), grads, update)
 
 
-def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
+def owned_axes(step: Execution, decision: Decision) -> tuple[str, ...]:
     """Return the axes that shard the expert dim. Expert weights are not gathered or reduced over them.
 
     A router is not sharded this way, although its last dim is `expert`: every rank scores all experts.
@@ -289,7 +383,7 @@ def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
     return step.ordered(axis for entry, name in pairs if name == "expert" for axis in spec_axes(entry))
 
 
-def layer_elements(step: StepSpec, decision: Decision, gathered: Iterable[str]) -> int:
+def layer_elements(step: Execution, decision: Decision, gathered: Iterable[str]) -> int:
     """Return the local number of elements of a leaf, per layer, after gathering it over some axes."""
     remaining = set(split_axes(step, decision.spec)) - set(gathered)
     return decision.leaf.size // decision.leaf.num_layers // step.num_shards(remaining)
