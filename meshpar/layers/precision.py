@@ -216,7 +216,7 @@ class Numerics:
     """Remat specification; see `meshpar.layers.remat.remat_policy`."""
     names: set[str] = dataclasses.field(default_factory=set)
     """Names for `jax.checkpoint` that the layers use."""
-    interleave: int = 1
+    batch_slices: int = 1
     """Number of slices of the local batch on which each layer runs; see `meshpar.layers.batch_slices`."""
     num_scans: int = 0
     """Number of calls of `scan_layers` so far."""
@@ -227,9 +227,9 @@ class Numerics:
 
 
 @contextlib.contextmanager
-def numerics(precision: Precision, remat: str | None, interleave: int = 1) -> Iterator[Numerics]:
+def numerics(precision: Precision, remat: str | None, batch_slices: int = 1) -> Iterator[Numerics]:
     """Set the options of a step for `dot_general` and `meshpar.scan_layers`."""
-    context = Numerics(precision, remat, interleave=interleave)
+    context = Numerics(precision, remat, batch_slices=batch_slices)
     with within(numerics=context):
         yield context
 

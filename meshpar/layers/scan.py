@@ -246,7 +246,7 @@ def scan_layers(
     context, runner = current().numerics, current().runner
     if runner is None or (is_staged() and not staged):
         runner = LayerRunner()
-    num_slices = 1 if context is None or caches is not None else context.interleave
+    num_slices = 1 if context is None or caches is not None else context.batch_slices
     if num_slices > 1:
         check_batch_dims(x, per_example, num_slices)
         sliced = layer_on_slices(lambda *args: with_aux(layer(*args), has_sums=True), per_example, num_slices)

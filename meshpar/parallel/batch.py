@@ -103,11 +103,11 @@ class StepBatch:
 
     @staticmethod
     def of(
-        batch: PyTree, sharding: NamedSharding, rules: Rules, *, accumulate: int = 1, interleave: int = 1
+        batch: PyTree, sharding: NamedSharding, rules: Rules, num_parts: int = 1, unit: str = "micro-steps"
     ) -> StepBatch:
         """Check a batch and return it in the layout that a step expects."""
         batch = as_given(batch)
-        num_rows = check_batch(batch, sharding, rules, accumulate=accumulate, interleave=interleave)
+        num_rows = check_batch(batch, sharding, rules, num_parts, unit)
         full = NamedSharding(sharding.mesh, PartitionSpec())
 
         def row(x: Any) -> Any:
@@ -171,9 +171,9 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_batch(
-    batch: PyTree, sharding: NamedSharding, rules: Rules, *, accumulate: int = 1, interleave: int = 1
+    batch: PyTree, sharding: NamedSharding, rules: Rules, num_parts: int = 1, unit: str = "micro-steps"
 ) -> int:
-    """Check that a batch is numeric and divisible by devices x micro-steps x interleaved slices.
+    """Check that a batch is numeric and divisible by devices x `num_parts`. `unit` names the parts.
 
     Leaves with an `inputs` rule "batch" are checked separately. All remaining leaves must have the same first dim.
 
@@ -196,13 +196,12 @@ def check_batch(
         raise problem("batch", "shard it over devices", reason, fix, code="conflict")
     sizes = axis_sizes(sharding.mesh)
     axes = {axis: sizes[axis] for axis in split_by(sharding)}
-    what = "micro-steps" if interleave == 1 else f"slices (accumulate={accumulate}, interleave={interleave})"
     separate = [path for path, rule in chosen.items() if rule == "batch"]
     for path in separate:
-        check_rows({path: leaves[path]}, axes, accumulate * interleave, what)
+        check_rows({path: leaves[path]}, axes, num_parts, unit)
     common = {path: leaves[path] for path, rule in chosen.items() if rule is None}
     if common or not separate:
-        check_rows(common, axes, accumulate * interleave, what, takes_scalars=True)
+        check_rows(common, axes, num_parts, unit, takes_scalars=True)
     shapes = [np.shape(x) for x in (common or {path: leaves[path] for path in separate}).values()]
     return max((shape[0] for shape in shapes if shape), default=0)
 

@@ -322,20 +322,20 @@ def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Le
 
 
 def value_of(
-    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
+    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, batch_slices: int = 1
 ) -> Callable[..., jax.Array]:
     """Return the loss as a function of parameters, variables, batch and key."""
-    terms = terms_of(model, loss, precision, remat, interleave)
+    terms = terms_of(model, loss, precision, remat, batch_slices)
     return lambda *args: terms(*args).normalized()[0]
 
 
 def terms_of(
-    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
+    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, batch_slices: int = 1
 ) -> Callable[..., LossTerms]:
     """Return the terms of the loss as a function of parameters, variables, batch and key."""
 
     def terms(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> LossTerms:
-        with numerics(precision, remat, interleave):
+        with numerics(precision, remat, batch_slices):
             bound = model.bind(cast_floating(params, precision.compute), extra)
             return LossTerms.of(*checked(loss(bound, batch, jax.random.wrap_key_data(key)), loss))
 

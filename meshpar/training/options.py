@@ -95,6 +95,14 @@ class StepOptions:
         check_kind(self.xla)
 
     @property
+    def batch_parts(self) -> tuple[int, str]:
+        """Number of parts of the local batch that are computed separately, and their name in errors."""
+        if self.interleave == 1:
+            return self.accumulate, "micro-steps"
+        unit = f"slices (accumulate={self.accumulate}, interleave={self.interleave})"
+        return self.accumulate * self.interleave, unit
+
+    @property
     def is_once(self) -> bool:
         """Whether gradients are accumulated on each device and reduced once, after the last micro-step."""
         return self.accumulate > 1 and self.reduce_gradients == "once"

@@ -78,8 +78,8 @@ _Options = ParamSpec("_Options")
 class _Program(abc.ABC):
     """A function of (state, batch) that is compiled once per setup."""
 
-    def __init__(self, xla: Options, accumulate: int = 1, interleave: int = 1) -> None:
-        self._xla, self._divisions = xla, {"accumulate": accumulate, "interleave": interleave}
+    def __init__(self, xla: Options, parts: tuple[int, str] = (1, "micro-steps")) -> None:
+        self._xla, self._parts = xla, parts
         self._programs: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
@@ -97,7 +97,7 @@ class _Program(abc.ABC):
         """Return the jitted function, and the batch in the form that it expects."""
         check_state("step(state, batch)", state)
         setup = state.setup
-        batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations, **self._divisions)
+        batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations, *self._parts)
         if setup not in self._programs:
             check_options(self._xla)
             traced: list[Boundaries] = []
@@ -140,7 +140,7 @@ class TrainStep(_Program):
     """A training step, `(state, batch) -> (state, metrics)`. Created by `train_step`."""
 
     def __init__(self, loss_fn: LossFn, options: StepOptions) -> None:
-        super().__init__(options.xla, options.accumulate, options.interleave)
+        super().__init__(options.xla, options.batch_parts)
         self.loss_fn, self.options = loss_fn, options
         self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
         self._earlier: weakref.WeakKeyDictionary[Setup, EarlierSteps] = weakref.WeakKeyDictionary()
@@ -150,7 +150,7 @@ class TrainStep(_Program):
         return engine_of_setup(setup, self.options)
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
-        return options_for(setup.mesh, self._xla, self._engine(setup).compile_options(setup, self.options))
+        return options_for(setup.mesh, self._xla, self._engine(setup).compile_options(describe(setup, self.options)))
 
     @apart()
     def describe(self, state: TrainState, batch: PyTree) -> Execution:

@@ -15,7 +15,7 @@ from meshpar.sharding.adapters.model import OVERWRITTEN
 from meshpar.sharding.types import MeshparError, PyTree, problem
 from meshpar.training.execution import Sharded, described
 from meshpar.training.options import StepOptions
-from meshpar.training.state import Setup, TrainState
+from meshpar.training.state import TrainState
 
 Gradients = Callable[[Loss, StepOptions, TrainState, PyTree, jax.Array], MicrobatchTotals]
 """A function (loss, options, state, batch, key) -> loss, metrics and gradients, summed over the global batch."""
@@ -84,7 +84,7 @@ class GradientEngine:
     """True if the loss function receives parts of the batch also without micro-steps."""
     describe: Callable[[Sharded, StepOptions], Execution] = described
     """Resolves the options of a step to what the engine does."""
-    compile_options: Callable[[Setup, StepOptions], Options] = lambda setup, options: {}
+    compile_options: Callable[[Execution], Options] = lambda execution: {}
     """Returns the XLA options that the engine needs."""
 
 

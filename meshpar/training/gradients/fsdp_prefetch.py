@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,9 +33,10 @@ from meshpar.layers.scan import (
     scanned,
     with_aux,
 )
+from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, within
-from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
+from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, problem, without_axes
 from meshpar.training.execution import described
 from meshpar.training.gradients import xla
 from meshpar.training.gradients.engine import Feature, GradientEngine
@@ -58,7 +58,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     return sums
 
 
-def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
+def compile_options(execution: Execution) -> dict[str, Value]:
     """Return the XLA options that overlap gathers with the layer and scatters with the next iteration.
 
     - The gathers of a layer are combined. Otherwise only the first gather overlaps with the layer.
@@ -70,38 +70,36 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
       Gathers are combined up to the size of a layer's weights. If mesh axes shard the layers, scatters are combined up
       to the size of a layer's gradients times the number of slices. See `compile_options.APART`.
     """
-    gathered_bytes, gradient_bytes = bytes_of_a_layer(setup, options)
-    combined_bytes = gathered_bytes if options.interleave > 1 else max(gathered_bytes, 2**30)
+    gathered_bytes, gradient_bytes = bytes_of_a_layer(execution)
+    num_slices, batch_axes = execution.batch_slices, set(execution.batch_axes)
+    combined_bytes = gathered_bytes if num_slices > 1 else max(gathered_bytes, 2**30)
     result: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": combined_bytes}
-    if any(size > 1 for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes):
+    if any(size > 1 for axis, size in execution.sizes.items() if axis not in batch_axes):
         result[OVERLAP_LIMIT] = 4
-        if options.interleave > 1:
-            scattered_bytes = gradient_bytes * options.interleave
-            result |= {"xla_gpu_reduce_scatter_combine_threshold_bytes": scattered_bytes, **APART}
+        if num_slices > 1:
+            result |= {"xla_gpu_reduce_scatter_combine_threshold_bytes": gradient_bytes * num_slices, **APART}
     else:
-        stacks = [decision for decision in setup.table.params if decision.leaf.num_layers > 1]
-        remaining = set().union(*(axes_of_spec(_gathered_spec(stack, setup.batch_axes)) for stack in stacks))
-        if remaining & set(setup.batch_axes):  # they shard experts: tokens travel to these during the gathers
+        stacks = [weight.decision for weight in execution.weights if weight.leaf.num_layers > 1]
+        remaining = set().union(*(axes_of_spec(_gathered_spec(stack, execution.batch_axes)) for stack in stacks))
+        if remaining & batch_axes:  # they shard experts: tokens travel to these during the gathers
             result[OVERLAP_LIMIT] = 4
         result["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(gradient_bytes // 3, 1)
     return {**result, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
 
 
-def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
+def bytes_of_a_layer(execution: Execution) -> tuple[int, int]:
     """Return the bytes per device of a layer's gathered weights and of its gradient shards."""
-    sizes, gathered_bytes, gradient_bytes = axis_sizes(setup.mesh), 0, 0
-    for decision in setup.table.params:
-        leaf, axes = decision.leaf, axes_of_spec(decision.spec)
+    gathered_bytes, gradient_bytes = 0, 0
+    for weight in execution.weights:
+        decision, leaf = weight.decision, weight.leaf
         if leaf.num_layers <= 1:
             continue
         num_elements = leaf.size // leaf.num_layers
-        compute = jnp.dtype(options.precision.compute or leaf.dtype)
-        remaining_axes = set(axes_of_spec(_gathered_spec(decision, setup.batch_axes)))
-        num_shards = math.prod(sizes[axis] for axis in axes if axis in remaining_axes)
-        gathered_bytes += num_elements // num_shards * compute.itemsize
+        remaining = num_shards(_gathered_spec(decision, execution.batch_axes), execution.sizes)
+        gathered_bytes += num_elements // remaining * execution.compute_dtype(decision).itemsize
         if leaf.is_trained:
-            num_shards = math.prod(sizes[axis] for axis in axes)
-            gradient_bytes += num_elements // num_shards * options.precision.reduce_dtype(compute).itemsize
+            shards = num_shards(decision.spec, execution.sizes)
+            gradient_bytes += num_elements // shards * execution.reduce_dtype(decision).itemsize
     return gathered_bytes, gradient_bytes
 
 

@@ -101,9 +101,9 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     return MicrobatchTotals(result.loss, {**result.metrics, **metrics}, chunked.joined(grads), extra)
 
 
-def compile_options(setup: Setup, options: StepOptions) -> Options:
+def compile_options(execution: Execution) -> Options:
     """Return XLA options that avoid copies of buffers, and that keep slices of the batch apart."""
-    return IN_PLACE if options.interleave == 1 else {**IN_PLACE, **APART}
+    return IN_PLACE if execution.batch_slices == 1 else {**IN_PLACE, **APART}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
