@@ -27,6 +27,7 @@ from meshpar.parallel.expected import params
 from meshpar.parallel.expected.execution import (
     Execution,
     ExpectedCollective,
+    PipelineStages,
     StageUses,
     Weight,
     merged,
@@ -34,7 +35,6 @@ from meshpar.parallel.expected.execution import (
     split_axes,
 )
 from meshpar.parallel.expected.matmuls import VOCABULARY
-from meshpar.parallel.pipeline import Pipeline
 from meshpar.parallel.strategy import Strategy
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.schedules import Schedule
@@ -79,7 +79,7 @@ _SIDES: tuple[_Side, ...] = ("first", "layers", "last")
 class _Staged:
     strategy: Strategy
     execution: Execution
-    pipeline: Pipeline
+    pipeline: PipelineStages
     uses: StageUses
     schedule: Schedule
     traffic: StageTraffic

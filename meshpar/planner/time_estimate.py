@@ -183,8 +183,7 @@ class Clock:
 
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """Return the step time of a layout with this memory."""
-        step, update = placed.execution(layout), update_of(placed)
-        pipeline = step.pipeline
+        step, pipeline, update = placed.execution(layout), placed.strategy.pipeline, update_of(placed)
         step = dataclasses.replace(step, on_cpu=True) if self.cluster.is_shared else step
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)

@@ -93,9 +93,9 @@ def test_equal_combinations_are_counted_separately():
     state, step = abstract(mp.ddp(), data=8), mp.train_step(two_towers)
     batch = {name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in BATCH}
     once = examined(step.loss_fn, step.options, state, batch)
-    spec, counts = step_spec_of(state.setup, step.options, batch), []
+    execution, counts = step.describe(state, batch), []
     for examination in (once, once._replace(combinations=once.combinations * 2)):
-        expected = example_collectives.expected(examination, 16, spec)
+        expected = example_collectives.expected(examination, 16, execution)
         counts.append({(line.kind, line.elements): line.count[1] for line in expected})
     assert counts[0]["gather", 16] == 4
     assert counts[1] == {key: 2 * count for key, count in counts[0].items()}

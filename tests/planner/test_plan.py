@@ -133,7 +133,7 @@ def test_gradients_of_the_head_are_broadcast_in_a_round_per_doubling(small, stag
         small, {"stage": stages}, f"pipeline_parallel(stages={stages}, microbatches=4) | ddp()"
     )
     timing = schedule_timing(placed.strategy.pipeline, 0.0, 0.1, 4)
-    _, *messages = Clock(parse_cluster("h100:1x8"))._between_stages(placed, layout, placed.step_spec(layout), timing)
+    _, *messages = Clock(parse_cluster("h100:1x8"))._between_stages(placed, placed.execution(layout), timing)
     assert messages == [(rounds, 4 * leaf.size) for leaf in small.leaves if leaf.num_layers == 1]
 
 

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec
 from meshpar.sharding.types import Decision, Leaf, PyTree, axes_of_spec, spec_axes, without_axes
 
 if TYPE_CHECKING:
-    from meshpar.parallel.pipeline import Pipeline
     from meshpar.parallel.quantization import Quantize
+    from meshpar.schedules import Schedule
 
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn"}
 
@@ -122,6 +122,20 @@ class ParamUsage(NamedTuple):
     """Total number of rows that lookups read."""
 
 
+class PipelineStages(Protocol):
+    """Pipeline stages: the fields of `pipeline_parallel` that a description uses."""
+
+    @property
+    def axis(self) -> str: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def gather(self) -> str: ...
+    def table(self) -> Schedule: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageUses:
     """Arrays that the stages of a pipeline read and send. The engine records them while the step is traced."""
@@ -162,8 +176,8 @@ class Execution:
     # Division of the batch
     micro_steps: int = 1
     """Number of micro-steps."""
-    pipeline: Pipeline | None = None
-    """The pipeline, if stages run the step."""
+    pipeline: PipelineStages | None = None
+    """The `pipeline_parallel` component, if stages run the step."""
     batch_slices: int = 1
     """Number of slices of the local batch that stacked layers process independently."""
     rows: int = 0
