@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.parallel.expected.execution import Execution
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.adapters.model import Model
 from meshpar.training.state import TrainState
-from meshpar.parallel.expected.execution import Execution
 
 LAYERS, VOCAB, EMBED, MLP, ROWS, SEQ, HEADS = 4, 512, 256, 512, 16, 64, 8
 BF16 = mp.Precision(compute="bfloat16")
