@@ -1,4 +1,4 @@
-"""Draw the pictures of the topic pages: `python docs/pictures.py [NAME ...]` writes docs/images/NAME.svg.
+"""Draw the pictures of the topic pages: `python -m docs.pictures [NAME ...]` writes docs/images/NAME.svg.
 
 The covers of the notebooks, which other pages show, come from `make notebooks`.
 """
@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 import meshpar as mp
 from meshpar.loop.fit import STEPS_IN_FLIGHT
 from meshpar.planner.scaling import grow
-from meshpar.plots.figures import AXES, FAINT, INK, MEMORY, MORE, OPS, figure_of, styled
+from meshpar.plots.style import AXES, FAINT, INK, MEMORY, MORE, OPS, figure_of, styled
+from notebooks.pictures import curves
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +45,7 @@ def training() -> Figure:
     }
     rates = {name: np.asarray([1e4 * float(rate(step)) for step in steps[::10]]) for name, rate in schedules.items()}
     title = "mp.AdamW(lr=3e-4, warmup_steps=100, schedule=...), a run of 1,000 steps"
-    return mp.plots.curves(steps[::10], rates, x_label="step", y_label="learning rate, 1e-4", title=title)
+    return curves(steps[::10], rates, x_label="step", y_label="learning rate, 1e-4", title=title)
 
 
 def losses() -> Figure:
@@ -61,7 +62,7 @@ def losses() -> Figure:
         "mp.MeanLoss(total, weight)": [0.0] * len(parts),
     }
     labels = {"x_label": "parts of the batch: micro-steps × devices", "y_label": "error of the loss (rms), %"}
-    return mp.plots.curves(parts, errors, title="64 sequences of 1 to 64 tokens, random losses", **labels)
+    return curves(parts, errors, title="64 sequences of 1 to 64 tokens, random losses", **labels)
 
 
 @styled
