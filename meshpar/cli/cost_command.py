@@ -11,8 +11,8 @@ from meshpar.cli.main import output_options, prepare_devices, print_report
 from meshpar.sharding.errors import check_choice, check_number, problem
 
 if TYPE_CHECKING:
-    from meshpar.hardware.calculators import Sheet
     from meshpar.hardware.clusters import Link, Profile
+    from meshpar.hardware.cost_breakdown import Sheet
 
 CLUSTER = "h100:8x8"
 """Default cluster."""
@@ -73,7 +73,7 @@ def cost(
     prepare_devices(None, use_host=True)
     from meshpar.hardware.calculators import CALCULATORS
     from meshpar.hardware.clusters import Cluster
-    from meshpar.hardware.cost_breakdown import ALL_REDUCES, breakdown, compare
+    from meshpar.hardware.cost_breakdown import ALL_REDUCES, breakdown, comparison
     from meshpar.sharding.units import parse_bytes
 
     if algorithm is not None and algorithm in CALCULATORS:
@@ -89,18 +89,9 @@ def cost(
     if axis and not (cluster or "").endswith(".json"):
         reason, fix = "only the links of a profile have axes", "add --cluster my.json, or remove --axis"
         raise problem("meshpar cost", f"use --axis {axis}", reason, fix, code="conflict")
+    options = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers, "gamma_s_per_byte": gamma_s}
     if algorithm is not None:
-        result = breakdown(
-            algorithm,
-            nbytes,
-            ranks,
-            links,
-            inner=inner,
-            servers=servers,
-            axes=axes,
-            mesh=mesh,
-            gamma_s_per_byte=gamma_s,
-        )
+        result = breakdown(algorithm, nbytes, ranks, links, **options)  # type: ignore[arg-type]
         _check_used(result.name, inner, servers)
         print_report(result, as_json=as_json)
         return
@@ -108,8 +99,7 @@ def cost(
     group = inner or (links.gpus_per_node if isinstance(links, Cluster) else 0)
     if inner is not None or (not axis and 1 < group < ranks and ranks % group == 0):
         names.append("hierarchical")
-    options = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers, "gamma_s_per_byte": gamma_s}
-    print_report(compare(names, nbytes, ranks, links, **options), as_json=as_json)
+    print_report(comparison(breakdown(name, nbytes, ranks, links, **options) for name in names), as_json=as_json)  # type: ignore[arg-type]
 
 
 def _sheet(name: str, numbers: tuple[str, ...], cluster: str | None) -> Sheet:

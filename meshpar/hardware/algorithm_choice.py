@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from meshpar.hardware.clusters import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
-from meshpar.hardware.cost_breakdown import CostBreakdown, CostComparison, breakdown
+from meshpar.hardware.cost_breakdown import CostBreakdown, breakdown, comparison
 from meshpar.sharding.errors import check_choice, check_positive_int, problem
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.types import MeshLike
@@ -56,8 +56,8 @@ class Choice(Printed, Plain):
     why: str
 
     def __rich__(self) -> Any:
-        table = CostComparison(breakdowns=tuple(self.alternatives.values())).__rich__()
-        table.caption = f"{self.why}\n{table.caption}"
+        table = comparison(self.alternatives.values()).__rich__()
+        table.caption = self.why
         return table
 
 

@@ -6,7 +6,6 @@ k experts per token, L layers. Collectives are in `cost_breakdown.py`, and sched
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -15,31 +14,13 @@ from typing import Any, Literal, get_args
 
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, parse_cluster
-from meshpar.hardware.cost_breakdown import breakdown
+from meshpar.hardware.cost_breakdown import Sheet, breakdown
 from meshpar.sharding.errors import check_choice, check_positive_int, near, problem
-from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.units import parse_count, si
+from meshpar.sharding.units import parse_count
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
 WEIGHT, GRADIENT, OPTIMIZER, MASTER = 2, 2, 8, 4
 """Bytes per parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, and float32 master copy."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sheet(Printed, Plain):
-    """Numbers with their formulas. Prints as a table."""
-
-    title: str
-    rows: tuple[tuple[str, float, str, str], ...]
-    """(name, value, unit, formula)."""
-
-    def __getitem__(self, name: str) -> float:
-        return next(value for row, value, *_ in self.rows if row == name)
-
-    def __rich__(self) -> Any:
-        columns = ("quantity", "value", "formula")
-        shown = [(name, si(value, unit) if unit else f"{value:.6g}", form) for name, value, unit, form in self.rows]
-        return table(self.title, columns, shown, left=columns)
 
 
 def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -> float:

@@ -13,7 +13,7 @@ follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshpar.hardware import cost_model as cost
@@ -23,6 +23,23 @@ from meshpar.sharding.errors import check_choice, check_number, check_positive_i
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes
 from meshpar.sharding.units import si
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sheet(Printed, Plain):
+    """Numbers with their formulas. Prints as a table."""
+
+    title: str
+    rows: tuple[tuple[str, float, str, str], ...]
+    """(name, value, unit, formula)."""
+
+    def __getitem__(self, name: str) -> float:
+        return next(value for row, value, *_ in self.rows if row == name)
+
+    def __rich__(self) -> Any:
+        columns = ("quantity", "value", "formula")
+        shown = [(name, si(value, unit) if unit else f"{value:.6g}", form) for name, value, unit, form in self.rows]
+        return table(self.title, columns, shown, left=columns)
 
 
 class Forms(NamedTuple):
@@ -45,7 +62,6 @@ class Algorithm(NamedTuple):
     forms: Forms
     uses_all_ports: bool = False
     """Whether NCCL uses all network ports of a node. Other algorithms use one port per rank."""
-    by_powers_of_two: bool = False
 
 
 _HALF = Forms("N−1", "(N−1)/N · n", "(N−1) α + (N−1)/N · n β")
@@ -62,16 +78,18 @@ _TWO_LEVELS = Forms(
     "((K−1)/K · n + (M−1)/M · n/K)",
 )
 _TREE = Forms("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)", "n ⌈log₂ N⌉")
-_DOUBLING = Forms("log₂ N", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
-_HALVING = Forms("2 log₂ N", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β", _REDUCED)
+_DOUBLING = Forms("log₂ N; ⌊log₂ N⌋ + 2 if N is no power of two", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
+_HALVING = Forms(
+    "2 log₂ N; 2 ⌊log₂ N⌋ + 2 if N is no power of two", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β", _REDUCED
+)
 _BROADCAST = Forms("N−1", "n", "(N−1) α + n β")
 _MESSAGE = Forms("1", "n", "α + n β")
 
 # `breakdown` handles the two algorithms that have additional arguments.
 _KNOWN = (
     Algorithm("ring", "all-reduce", cost.ring_all_reduce, _WHOLE, uses_all_ports=True),
-    Algorithm("recursive-doubling", "all-reduce", cost.tree_all_reduce, _DOUBLING, by_powers_of_two=True),
-    Algorithm("halving-doubling", "all-reduce", cost.halving_doubling_all_reduce, _HALVING, by_powers_of_two=True),
+    Algorithm("recursive-doubling", "all-reduce", cost.tree_all_reduce, _DOUBLING),
+    Algorithm("halving-doubling", "all-reduce", cost.halving_doubling_all_reduce, _HALVING),
     Algorithm("tree", "all-reduce", cost.binomial_tree_all_reduce, _TREE),
     Algorithm("hierarchical", "all-reduce", cost.ring_all_reduce, _TWO_LEVELS),
     Algorithm("root", "all-reduce", cost.naive_root_all_reduce, _ROOT),
@@ -91,15 +109,6 @@ _KNOWN = (
 )
 ALGORITHMS: Mapping[str, Algorithm] = {algorithm.name: algorithm for algorithm in _KNOWN}
 ALL_REDUCES = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.kind == "all-reduce")
-ALIASES: Mapping[str, str] = {
-    "ring-all-reduce": "ring",
-    "all-reduce": "ring",
-    "ring-reduce-scatter": "reduce-scatter",
-    "ring-all-gather": "all-gather",
-    "naive-root": "root",
-    "ring-broadcast": "broadcast",
-    "permute": "message",
-}
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
@@ -182,101 +191,56 @@ class CostBreakdown(Printed):
         return bus_factor(self.algorithm.kind, self.num_ranks) * self.payload_bytes
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks on the formulas."""
-        if self.algorithm.by_powers_of_two and self.num_ranks & (self.num_ranks - 1):
-            return (
-                "N is not a power of two: the remaining ranks send their array first and receive the result last, in "
-                "two additional messages; log₂ N is rounded down",
-            )
-        return ()
-
-    def to_json(self) -> dict[str, Any]:
-        fields = (
-            "steps", "bytes_sent", "latency_s", "bandwidth_s", "reduction_s", "time_s", "algorithm_bytes_per_s",
-            "bus_bytes_per_s", "lower_bound_bytes", "crossover_bytes", "gamma_s_per_byte",
-        )  # fmt: skip
-        return {
-            "algorithm": self.name,
-            "kind": self.algorithm.kind,
-            "payload_bytes": self.payload_bytes,
-            "num_ranks": self.num_ranks,
-            **{field: getattr(self, field) for field in fields},
-            "formulas": self.algorithm.forms._asdict(),
-            "over": self.over,
-            "links": [{"where": phase.where, **dataclasses.asdict(phase.link)} for phase in self.phases],
-            "notes": list(self.notes),
-        }
-
-    def __rich__(self) -> Any:
-        title = f"{self.name}: {self.algorithm.kind} of {si(self.payload_bytes, 'B')} over {self.num_ranks} ranks"
-        caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
-        columns = ("quantity", "value", "formula")
-        return table(title, columns, self._rows(), left=columns, caption=caption)
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        forms, sent = self.algorithm.forms, self.bytes_sent
-        ratio = sent / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
+    def sheet(self) -> Sheet:
+        """All quantities with their formulas."""
+        forms = self.algorithm.forms
         rows = [
-            ("steps", f"{self.steps:,}", forms.steps),
-            ("bytes sent per rank", si(sent, "B"), forms.bytes_sent),
-            ("lower bound", si(self.lower_bound_bytes, "B"), f"of any algorithm; this one sends {ratio:.3g} times it"),
-            ("latency", si(self.latency_s, "s"), "steps × α"),
-            ("bandwidth", si(self.bandwidth_s, "s"), "consecutive bytes × β"),
-            *([("reduction", si(self.reduction_s, "s"), f"{forms.bytes_reduced} γ")] if self.reduction_s else []),
-            ("time", si(self.time_s, "s"), forms.time + f" + {forms.bytes_reduced} γ" * bool(self.reduction_s)),
-            ("algorithm bandwidth", si(self.algorithm_bytes_per_s, "B/s"), "n / time"),
-            ("bus bandwidth", si(self.bus_bytes_per_s, "B/s"), "lower bound / time"),
+            ("steps", self.steps, "", forms.steps),
+            ("bytes sent per rank", self.bytes_sent, "B", forms.bytes_sent),
+            ("lower bound", self.lower_bound_bytes, "B", "bytes sent per rank, for any algorithm"),
+            ("latency", self.latency_s, "s", "steps × α"),
+            ("bandwidth", self.bandwidth_s, "s", "consecutive bytes × β"),
+            *([("reduction", self.reduction_s, "s", f"{forms.bytes_reduced} γ")] if self.reduction_s else []),
+            ("time", self.time_s, "s", self.time_formula),
+            ("algorithm bandwidth", self.algorithm_bytes_per_s, "B/s", "n / time"),
+            ("bus bandwidth", self.bus_bytes_per_s, "B/s", "lower bound / time"),
         ]
-        for phase in self.phases:
-            rows.append(("link", f"α {si(phase.link.alpha_s, 's')}, {si(phase.link.bytes_per_s, 'B/s')}", phase.where))
-        if self.algorithm.kind == "all-reduce" and len(self.phases) == 1:
-            rows.append(("crossover", *_crossover_text(self.crossover_bytes)))
-        return rows
-
-    def _symbols(self) -> str:
-        symbols = [f"n = {si(self.payload_bytes, 'B')}", f"N = {self.num_ranks}"]
-        if len(self.phases) == 2:
-            symbols += [f"{name} = {phase.cost.steps // 2 + 1}" for name, phase in zip("KM", self.phases, strict=True)]
         marks = ("",) if len(self.phases) == 1 else ("₁", "₂")
         for mark, phase in zip(marks, self.phases, strict=True):
-            symbols += [
-                f"α{mark} = {si(phase.link.alpha_s, 's')}",
-                f"β{mark} = {si(phase.link.beta_s_per_byte, 's')} per byte",
-            ]
-        if self.gamma_s_per_byte:
-            symbols.append(f"γ = {si(self.gamma_s_per_byte, 's')} per byte")
-        return ", ".join(symbols)
+            if mark:
+                rows.append((f"ranks{mark}", phase.cost.steps // 2 + 1, "", phase.where))
+            rows.append((f"α{mark}", phase.link.alpha_s, "s", phase.where))
+            rows.append((f"1/β{mark}", phase.link.bytes_per_s, "B/s", phase.where))
+        rows += _crossover(self)
+        return Sheet(title=f"{self.name}: {self._title}", rows=tuple(rows))
 
+    @property
+    def time_formula(self) -> str:
+        return self.algorithm.forms.time + f" + {self.algorithm.forms.bytes_reduced} γ" * bool(self.reduction_s)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CostComparison(Printed, Plain):
-    """Costs of algorithms for a collective, ordered by time."""
+    @property
+    def _title(self) -> str:
+        kind, ranks = self.algorithm.kind, self.num_ranks
+        return f"{kind} of {si(self.payload_bytes, 'B')} over {ranks} ranks, links: {self.over}"
 
-    breakdowns: tuple[CostBreakdown, ...]
+    def to_json(self) -> dict[str, Any]:
+        return self.sheet.to_json()
 
     def __rich__(self) -> Any:
-        first = self.breakdowns[0]
-        title = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
-        lines = [f"links: {first.over}"]
-        lines += [f"lower bound for any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
-        if first.algorithm.kind == "all-reduce":
-            lines.append("ring / recursive doubling: {}, {}".format(*_crossover_text(first.crossover_bytes)))
-        reduction = ["reduction"] * bool(first.gamma_s_per_byte)
-        times = {f"{name}_s": name for name in ("latency", "bandwidth", *reduction, "time")}
-        columns = ("algorithm", "steps", "sent per rank", *times.values(), "bus bandwidth", "link")
-        rows = [
-            (
-                each.name,
-                f"{each.steps:,}",
-                si(each.bytes_sent, "B"),
-                *(si(getattr(each, field), "s") for field in times),
-                si(each.bus_bytes_per_s, "B/s"),
-                "; ".join(dict.fromkeys(phase.where for phase in each.phases)),
-            )
-            for each in self.breakdowns
-        ]
-        return table(title, columns, rows, left=("algorithm", "link"), caption="\n".join(lines))
+        return self.sheet.__rich__()
+
+
+def comparison(breakdowns: Iterable[CostBreakdown]) -> Sheet:
+    """Return the times of several algorithms for a collective, the fastest first."""
+    ranked = sorted(breakdowns, key=lambda each: each.time_s)
+    rows = [(each.name, each.time_s, "s", each.time_formula) for each in ranked]
+    return Sheet(title=ranked[0]._title, rows=(*rows, *_crossover(ranked[0])))
+
+
+def _crossover(breakdown: CostBreakdown) -> list[tuple[str, float, str, str]]:
+    if breakdown.crossover_bytes is None:
+        return []
+    return [("crossover", breakdown.crossover_bytes, "B", "recursive doubling is faster below, the ring above")]
 
 
 def breakdown(
@@ -295,7 +259,7 @@ def breakdown(
     """Return the breakdown of the cost of a collective.
 
     Args:
-      algorithm: one of `ALGORITHMS`, or an alias.
+      algorithm: one of `ALGORITHMS`.
       payload_bytes: n, the bytes of the gathered array for an all-gather, of the array before scattering for a
         reduce-scatter, and of the local array otherwise.
       num_ranks: N.
@@ -312,8 +276,8 @@ def breakdown(
         links were measured or published for all-reduces or reduce-scatters, because these include the reduction.
     """
     name = str(algorithm).lower().replace("_", "-")
-    check_choice("cost", "an algorithm", (*ALGORITHMS, *ALIASES), algorithm=name)
-    known = ALGORITHMS[ALIASES.get(name, name)]
+    check_choice("cost", "an algorithm", tuple(ALGORITHMS), algorithm=name)
+    known = ALGORITHMS[name]
     check_positive_int(f"`{name}`", "a number of ranks", ranks=num_ranks, servers=servers, inner=inner or 1)
     check_number(f"`{name}`", "9e-13", positive=False, gamma_s_per_byte=gamma_s_per_byte)
     over = over if isinstance(over, Link) else parse_profile(over)
@@ -341,14 +305,6 @@ def breakdown(
         crossover_bytes=crossover_bytes,
         gamma_s_per_byte=gamma_s_per_byte,
     )
-
-
-def compare(
-    names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **options: Any
-) -> CostComparison:
-    """Compare the costs of algorithms for a collective. Options and errors are as in `breakdown`."""
-    breakdowns = [breakdown(name, payload_bytes, num_ranks, over, **options) for name in names]
-    return CostComparison(breakdowns=tuple(sorted(breakdowns, key=lambda each: each.time_s)))
 
 
 def _two_levels(
@@ -397,9 +353,3 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         return link, "within a node"
     ports = f", {per_node} ports per node" if kind != "collective-permute" and per_node > 1 else ""
     return link, f"between {nodes} nodes{ports}"
-
-
-def _crossover_text(crossover_bytes: float | None) -> tuple[str, str]:
-    if crossover_bytes is None:
-        return "none", "recursive doubling is never slower than the ring"
-    return si(crossover_bytes, "B"), "recursive doubling is faster below, the ring above"
