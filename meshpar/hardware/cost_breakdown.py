@@ -205,10 +205,9 @@ class CostBreakdown(Printed):
             ("algorithm bandwidth", self.algorithm_bytes_per_s, "B/s", "n / time"),
             ("bus bandwidth", self.bus_bytes_per_s, "B/s", "lower bound / time"),
         ]
-        marks = ("",) if len(self.phases) == 1 else ("₁", "₂")
-        for mark, phase in zip(marks, self.phases, strict=True):
-            if mark:
-                rows.append((f"ranks{mark}", phase.cost.steps // 2 + 1, "", phase.where))
+        if len(self.phases) == 2:
+            rows += [(x, phase.cost.steps // 2 + 1, "", "ranks") for x, phase in zip("KM", self.phases, strict=True)]
+        for mark, phase in zip(("",) if len(self.phases) == 1 else "₁₂", self.phases, strict=True):
             rows.append((f"α{mark}", phase.link.alpha_s, "s", phase.where))
             rows.append((f"1/β{mark}", phase.link.bytes_per_s, "B/s", phase.where))
         rows += _crossover(self)

@@ -69,7 +69,7 @@ def test_servers_and_two_levels():
     expected = cost.hierarchical_all_reduce(8e6, 64, inner=8)
     assert [phase.cost for phase in found.phases] == [expected.inside, expected.across]
     assert found.time_s == pytest.approx((expected.inside + expected.across).time_s(LINK))
-    assert (found.sheet["ranks₁"], found.sheet["ranks₂"]) == (8, 8)
+    assert (found.sheet["K"], found.sheet["M"]) == (8, 8)
 
 
 def test_ranks_that_fit_a_node_use_its_links():
