@@ -45,7 +45,6 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
 
     watchdog.write_failure_callbacks.append(failed)
     try:
-        watch.keep_native_text()
         facts = {**environment(os.environ), "command": dict(command)}
         here.agree("environment", facts, fix="use the same versions, variables and options on all hosts")
         try:
@@ -110,7 +109,6 @@ def _end(watch: watchdog.Watchdog, error: Exception) -> None:
 
 def _say(watch: watchdog.Watchdog, error: Exception) -> None:
     with contextlib.suppress(OSError):  # standard error is a closed pipe or on a full disk
-        watch.show_native_text()
         if "--traceback" in sys.argv:
             traceback.print_exception(error)
         else:

@@ -3,7 +3,7 @@
     main thread   set_step(step), busy("saving")        two assignments per step, no messages
     beat thread   sends a heartbeat and reads the verdict each 2 s; process 0 derives the verdict from all heartbeats
     guard thread  ends this process if process 0, which runs the coordination service, does not respond
-    on SIGABRT    the service's client aborts this process if process 0 is gone; the handler reports that first
+    on SIGABRT    the service's client aborts this process if process 0 is gone; the handler reports the loss
 
 Heartbeats contain the host time of each process per step, and process 0 names slow processes (see `pace`).
 
@@ -157,49 +157,26 @@ class Watchdog:
         self._response_at, self._coordinator_responds = time.monotonic(), True
         self._ended, self._leaving = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._native: int | None = None
-        self._native_seen = self._native_shown = 0
 
     def start(self) -> None:
         """Start the threads that send heartbeats and watch process 0."""
-        faulthandler.enable(file=self._stderr)  # the service's client aborts if process 0 is gone
+        faulthandler.enable(file=self._stderr)
+        if self._judge is None and threading.current_thread() is threading.main_thread():
+            # The service's client aborts if process 0 is gone. A Python signal handler would run after the abort.
+            self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborts)
+            ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
         self._beat()
         for run in (self._run, *(() if self._judge else (self._guard,))):
             self._threads.append(threading.Thread(target=run, name="meshpar-watchdog", daemon=True))
             self._threads[-1].start()
 
-    def keep_native_text(self) -> None:
-        """Delay the messages of C++ code on standard error by a few seconds, so that an abort is explained first.
-
-        Messages of Python code are not delayed.
-        """
-        sys.stderr.flush()
-        with tempfile.TemporaryFile() as file:
-            self._native = os.dup(file.fileno())
-        os.dup2(self._native, 2)
-        stderr = os.dup(self._stderr)
-        sys.stderr = open(stderr, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115
-        # A Python signal handler would run after the abort.
-        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborts)
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
-
     def _aborts(self, number: int) -> None:
         deadline = time.monotonic() + BEAT_S  # the sockets of a dying process do not close at the same time
-        while self._judge is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             if self._pod.is_coordinator_gone():
                 self._end_without_coordinator()
             time.sleep(BEAT_S / 10)
-        self.show_native_text()
         faulthandler.dump_traceback(file=self._stderr, all_threads=True)
-
-    def show_native_text(self, *, late: bool = False) -> None:
-        """Print the delayed messages of C++ code; with `late`, only messages from before the previous call."""
-        if self._native is not None:
-            size = os.fstat(self._native).st_size
-            end = self._native_seen if late else size
-            with contextlib.suppress(OSError):
-                os.write(self._stderr, os.pread(self._native, end - self._native_shown, self._native_shown))
-            self._native_seen, self._native_shown = size, end
 
     @contextlib.contextmanager
     def busy(self, phase: str) -> Iterator[None]:
@@ -260,7 +237,6 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_S):
-            self.show_native_text(late=True)
             try:
                 self._beat()
                 for process, number in self._pod.children("interrupted").items():
@@ -362,7 +338,7 @@ class Watchdog:
         self._exit(code)
 
     def _write_stacks(self) -> None:
-        """Write the error, the stacks of all threads and the latest C++ messages to `log`, or to a temporary file."""
+        """Write the error and the stacks of all threads to `log`, or to a temporary file."""
         try:
             path = str(self.log)
             file = os.open(self.log or "", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
@@ -371,9 +347,6 @@ class Watchdog:
         if self._failed is not None:
             os.write(file, f"{self._failed['text']}\n\n".encode())
         faulthandler.dump_traceback(file=file, all_threads=True)
-        if self._native is not None:
-            size = os.fstat(self._native).st_size - self._native_shown
-            os.write(file, os.pread(self._native, size, self._native_shown))
         os.close(file)
         os.write(self._stderr, f"meshpar: the stacks of process {self._pod.process_id} are in {path}\n".encode())
 
