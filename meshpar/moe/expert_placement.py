@@ -48,10 +48,8 @@ class ExpertPlacement:
 def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1) -> ExpertPlacement:
     """Assign E / num_ranks experts to each rank, so that the load of the busiest rank is small.
 
-    Two placements are compared: the order of `loads`, and one that assigns the experts in order of decreasing load,
-    each to the rank with the smallest load that has a free position. In both, experts of two ranks are swapped as long
-    as that balances the loads. No expert moves unless the largest load decreases, and ranks are numbered such that many
-    experts stay.
+    Experts are assigned in order of decreasing load, each to the rank with the smallest load that has a free position.
+    No expert moves unless the largest load decreases.
 
     Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).
 
@@ -160,52 +158,16 @@ def permute_leaves(
 def _balanced_order(loads: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the permutation of items (experts or groups) that balances the loads of the ranks."""
     size = len(loads) // num_ranks
-    before = np.arange(len(loads)).reshape(num_ranks, size).tolist()
-    by_load: list[list[int]] = [[] for _ in range(num_ranks)]
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
     queue = [(0.0, rank) for rank in range(num_ranks)]
     for item in np.argsort(-loads, kind="stable").tolist():
         load, rank = heapq.heappop(queue)
-        by_load[rank].append(item)
-        if len(by_load[rank]) < size:
+        shares[rank].append(item)
+        if len(shares[rank]) < size:
             heapq.heappush(queue, (load + loads[item], rank))
-    # The search from the present placement moves fewer items: it wins a tie.
-    candidates = [_swap(loads, before), _swap(loads, by_load)]
-    busiest = [max(loads[share].sum() for share in shares) for shares in (before, *candidates)]
-    if min(busiest) >= busiest[0]:
-        return np.arange(len(loads))
-    best = candidates[0] if busiest[1] <= busiest[2] else candidates[1]
-    return _with_few_moves(best, size)
-
-
-def _swap(loads: np.ndarray, shares: list[list[int]]) -> list[list[int]]:
-    """Swap items between pairs of ranks while that lowers the sum of squares of the ranks' loads."""
-    items = np.array(shares)
-    while len(items) > 1:
-        totals = loads[items].sum(1)
-        # Swapping item i of rank a with item j of rank b moves delta from a to b. [a, i, b, j]
-        delta = loads[items][:, :, None, None] - loads[items][None, None]
-        change = delta * (delta - (totals[:, None, None, None] - totals[None, None, :, None]))
-        a, i, b, j = np.unravel_index(change.argmin(), change.shape)
-        if change[a, i, b, j] >= -1e-9 * max(totals.sum(), 1) ** 2:
-            break
-        items[a, i], items[b, j] = items[b, j], items[a, i]
-    return items.tolist()
-
-
-def _with_few_moves(shares: list[list[int]], size: int) -> np.ndarray:
-    """Assign each list of items to the rank that already owns most of them. Items that stay keep their position."""
-    overlap = np.zeros((len(shares), len(shares)), int)
-    for number, share in enumerate(shares):
-        np.add.at(overlap[number], np.array(share) // size, 1)
-    order = np.full(len(shares) * size, -1)
-    for _ in shares:
-        number, rank = divmod(int(overlap.argmax()), len(shares))
-        overlap[number], overlap[:, rank] = -1, -1
-        stays = [item for item in shares[number] if item // size == rank]
-        order[stays] = stays
-        positions = np.arange(rank * size, (rank + 1) * size)
-        order[positions[order[positions] < 0]] = sorted(set(shares[number]) - set(stays))
-    return order
+    before, after = np.arange(len(loads)), np.array([item for share in shares for item in sorted(share)])
+    busiest_before, busiest_after = (loads[order].reshape(num_ranks, -1).sum(1).max() for order in (before, after))
+    return after if busiest_after < busiest_before else before
 
 
 def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, where: str) -> None:

@@ -3,7 +3,7 @@
 A placement permutes the experts and the outputs of the router, so it only renumbers the experts. If each rank sends its
 local tokens to the experts, outputs are bitwise equal, with and without a capacity. Routing weights, dropped tokens and
 the order of summation do not depend on the experts' numbers, unless a token has exactly equal scores. Outputs change in
-four cases, which are reported as warnings:
+four cases:
 
 - `bound_factor`: assignments above the bound between two ranks are dropped, and their number depends on the placement.
 - Tokens replicated over the expert axes: each rank sums over its local experts, so outputs change by rounding.
@@ -16,8 +16,7 @@ Auxiliary losses and gradients are sums over experts and change by rounding.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.moe.expert_placement import ExpertPlacement, expert_leaves, is_below, permute_leaves, place
-from meshpar.moe.layer import axes_over
-from meshpar.moe.layer_config import MoEConfig
-from meshpar.moe.transport_choice import NODE_FIRST
 from meshpar.sharding.types import Names, PyTree, axis_sizes, owner_of, problem, spec_axes, tree_leaves_with_paths
-from meshpar.training.state import Setup, TrainState
+from meshpar.training.state import TrainState
 
 ExpertLeaves = dict[str, tuple[Names, str]]
 """Maps the path of each leaf with a dim named `expert` to its logical names and the path of its parameter."""
@@ -71,17 +67,14 @@ def rebalance_experts(
       names: logical names of the dims by path, as `Model.names()` returns them. Required for a tree of parameters. The
         last dim of a router must be named `expert`.
       num_ranks: size of the mesh axes that experts are sharded over. Required for a tree of parameters.
-      groups: number of expert groups of the router, as in `Routing`.
+      groups: number of expert groups of the router, as in `Routing`. With another number, outputs change.
 
     Returns:
       The new state and the placements of the layers.
 
-    Warns:
-      UserWarning: outputs change, in one of the four cases that the module docstring lists.
-
     Raises:
-      MeshparError: invalid loads; no router among the leaves; missing names or number of ranks; `groups` differs from
-        the routers of the model; called inside `jax.jit`.
+      MeshparError: invalid loads; no router among the leaves; missing names or number of ranks; called inside
+        `jax.jit`.
 
     Example:
       >>> state, placements = mp.rebalance_experts(state, mp.moe.loads(metrics).experts.tokens)  # doctest: +SKIP
@@ -101,11 +94,6 @@ def rebalance_experts(
     trees = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
     leaves = _leaves_of_state(state, names or {}) if is_state else {"": _with_paths(state, names or {})}
     num_ranks = num_ranks if num_ranks is not None else _num_expert_ranks(state)
-    configs = _moe_configs(state.bound()) if is_state else []
-    known = {config.routing.groups for config in configs}
-    if known and groups not in known:
-        where, reason = f"rebalance_experts(groups={groups})", f"the model's routers have groups {sorted(known)}"
-        raise problem(where, "place experts in these groups", reason, f"use groups={max(known)}", code="conflict")
     placements = {}
     for scope, of_scope in (loads if isinstance(loads, Mapping) else {"": loads}).items():
         params = {
@@ -124,10 +112,6 @@ def rebalance_experts(
         for name, of_tree in leaves.items():
             selected = {path: dims for path, (dims, home) in of_tree.items() if is_below(home, scope)}
             trees[name] = permute_leaves(trees[name], order, selected, name)
-    layers = [placement for of_scope in placements.values() for placement in of_scope]
-    if is_state and any(placement.moved for placement in layers):
-        for reason in _reasons_for_changed_outputs(state.setup, configs, num_ranks, layers):
-            warnings.warn(f"rebalance_experts: {reason}", stacklevel=2)
     return Rebalanced(state.replace(**trees) if is_state else trees[""], placements)
 
 
@@ -182,54 +166,3 @@ def _num_expert_ranks(state: TrainState) -> int:
 
 def _is_router(names: Names) -> bool:
     return names[-1] == "expert" and len([name for name in names if name != "layers"]) > 1
-
-
-# ---- Cases in which outputs change by rounding -----------------------------------------------------------------------
-
-
-def _moe_configs(model: Any) -> list[MoEConfig]:
-    configs: dict[MoEConfig, None] = {}
-    queue: list[Any] = [model]
-    seen: set[int] = set()
-    while queue:
-        x = queue.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, MoEConfig):
-            configs[x] = None
-        elif isinstance(x, Mapping | list | tuple):
-            queue += x.values() if isinstance(x, Mapping) else x
-        elif type(x).__module__.partition(".")[0] not in ("builtins", "jax", "jaxlib", "numpy"):
-            queue += getattr(x, "__dict__", {}).values()
-    return list(configs)
-
-
-def _reasons_for_changed_outputs(
-    setup: Setup, configs: Sequence[MoEConfig], num_ranks: int, placements: Sequence[ExpertPlacement]
-) -> list[str]:
-    """Return a text for each reason why moving the experts changes the outputs of the model."""
-    reasons = []
-    rules = setup.strategy.activations
-    levels = axes_over(setup.mesh, rules, "act_expert")
-    expert_axes, token_axes = set(levels), set(axes_over(setup.mesh, rules, "batch", "seq"))
-    is_dispatched = expert_axes <= token_axes
-    num_nodes = axis_sizes(setup.mesh)[levels[0]] if len(levels) == 2 else 1
-    for config in configs:
-        routing, factor = config.routing, config.bound_factor
-        largest_factor = num_ranks * min(1, routing.num_experts / num_ranks / routing.top_k)
-        if is_dispatched and factor is not None and factor < largest_factor:
-            reason = f"with bound_factor={factor}, the dropped tokens depend on the experts of each rank"
-            reasons.append(f"{reason}; no token is dropped with bound_factor={largest_factor:g} and more")
-        node = np.arange(routing.num_experts) * num_nodes // routing.num_experts
-        changes_node = any((node[list(placement.order)] != node).any() for placement in placements)
-        if is_dispatched and config.implementation == NODE_FIRST and changes_node:
-            reason = f"node-first dispatch sums outputs by node, and experts move between {num_nodes} nodes"
-            reasons.append(f'{reason}; implementation="hierarchical" keeps the outputs')
-        if routing.choice == "expert":
-            reasons.append("experts that choose tokens are summed in the order of their numbers")
-    if not is_dispatched:
-        axes = " × ".join(f"`{axis}`" for axis in sorted(expert_axes - token_axes))
-        reason = f"tokens are replicated over {axes}, and outputs are summed rank by rank"
-        reasons.append(f"{reason}; they stay equal if the rule for `batch` names the axes of the experts")
-    return reasons
