@@ -125,9 +125,9 @@ def in_makefile() -> list[Printed]:
     return [Printed("Makefile", line) for line in lines]
 
 
-def docstrings(path: Path) -> Iterator[str]:
+def docstrings(source: str) -> Iterator[str]:
     """Yield the docstrings of a module, its classes and functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             yield ast.get_docstring(node, clean=False) or ""
 
@@ -146,8 +146,9 @@ def printed() -> list[Printed]:
         text = "\n\n".join("".join(cell["source"]) for cell in cells)
         found += [Printed(path.stem, line) for find in (in_blocks, in_backticks) for line in find(text)]
     for path in sorted((ROOT / "meshpar").rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        for text in docstrings(path):
+        name, source = str(path.relative_to(ROOT)), path.read_text()
+        # Few files contain a command, and each worker would parse all files.
+        for text in docstrings(source) if re.search(r"(`|^ {4,}(\$ )?)meshpar\s", source, re.MULTILINE) else ():
             lines = [line for find in (in_docstring, in_backticks) for line in find(text)]
             found += [Printed(name, line) for line in lines if line.startswith("meshpar ")]
     first: dict[tuple[str, ...], Printed] = {}

@@ -24,9 +24,9 @@ SHAPES = {
 }  # fmt: skip
 DRAW = np.random.default_rng(0)
 # With different scales, a statistic of the stack differs most from that of the first layer.
-PARAMS = {name: jnp.asarray(DRAW.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
-PARAMS["up"] *= 10.0 ** jnp.arange(4)[:, None, None]
-GRADS = jax.tree.map(lambda x: jnp.sin(7 * x), PARAMS)
+PARAMS = {name: DRAW.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+PARAMS["up"] *= 10.0 ** np.arange(4, dtype=np.float32)[:, None, None]
+GRADS = jax.tree.map(lambda x: np.sin(7 * x), PARAMS)
 OPTIMIZERS = {
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
     "lars": lambda: optax.lars(1e-2),
