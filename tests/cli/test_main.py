@@ -55,10 +55,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def test_train_runs_and_resumes(meshpar, tmp_path):
-    recipe, out = write_recipe(tmp_path), tmp_path / "runs"
-    code, text, _ = meshpar("train", recipe, "--out", out)
+    recipe, out, umask = write_recipe(tmp_path), tmp_path / "runs", os.umask(0o022)
+    try:
+        code, text, _ = meshpar("train", recipe, "--out", out)
+    finally:
+        os.umask(umask)
     assert code == 0
     folder = out / "tiny"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes["tiny"] == 0o700  # a new folder is private
+    assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
     wrote = {"recipe.json", "sharding.txt", "sharding.json", "metrics.jsonl", "checkpoints", "loss.png", "summary.json"}
     wrote |= {"goodput.json"}
     assert {path.name for path in folder.iterdir()} == wrote
@@ -88,11 +94,6 @@ def test_train_runs_and_resumes(meshpar, tmp_path):
     assert "resuming at step 3 of 6" in text
     assert "steps was 3 and is 6" in text
 
-    code, _, _ = meshpar(
-        "train", recipe, "--out", out, "--name", "straight", "--set", "steps=6", "--set", "sample=none"
-    )
-    assert code == 0
-    assert losses(folder) == losses(out / "straight")  # to the bit
     assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6]
 
     code, _, error = meshpar("train", recipe, "--out", out, "--set", "optimizer.lr=1", "--set", "model.mlp_dim=64")
@@ -101,6 +102,14 @@ def test_train_runs_and_resumes(meshpar, tmp_path):
     assert "model.mlp_dim was 32 and is 64" in error
     assert "--fresh" in error
     assert "--name" in error
+
+
+@pytest.mark.matrix
+def test_losses_of_a_resumed_run_are_those_of_a_straight_run(meshpar, tmp_path):
+    args = ("train", write_recipe(tmp_path), "--out", tmp_path, "--set", "sample=none")
+    for options in ((), ("--steps", 6), ("--name", "straight", "--set", "steps=6")):
+        assert meshpar(*args, *options)[0] == 0
+    assert losses(tmp_path / "tiny") == losses(tmp_path / "straight")  # to the bit
 
 
 BODIES = """
@@ -220,44 +229,32 @@ def test_resumed_run_reports_later_steps_without_a_checkpoint(train_bodies, tmp_
     assert "resuming at step 1 of 2 (an earlier run reached step 2" in text
 
 
-def test_run_does_not_write_through_links(meshpar, tmp_path):
-    recipe, run, victim = write_recipe(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "victim"
+def test_run_does_not_write_through_links(train_bodies, tmp_path):
+    run, victim = tmp_path / "bodies", tmp_path / "victim"
     victim.write_text('{"step": 0}\n')
     run.mkdir(parents=True)
     files = ("recipe.json", "sharding.json", "sharding.txt", "goodput.json", "summary.json", "loss.png")
     for name in (*(f"{name}.new" for name in files), "metrics.jsonl"):
         (run / name).symlink_to(victim)
-    assert meshpar("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")[0] == 0
+    assert train_bodies()[0] == 0
     assert victim.read_text() == '{"step": 0}\n'
     assert all((run / name).is_file() and not (run / name).is_symlink() for name in (*files, "metrics.jsonl"))
     assert not list(run.glob("*.new"))
 
 
-def test_new_run_folder_is_private(meshpar, tmp_path):
-    recipe, umask = write_recipe(tmp_path), os.umask(0o022)
-    try:
-        args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none", "--steps", 1)
-        assert meshpar(*args)[0] == 0
-    finally:
-        os.umask(umask)
-    run = tmp_path / "runs" / "tiny"
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (run, *run.iterdir())}
-    assert modes["tiny"] == 0o700
-    assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
-
-
-def test_report_omits_an_earlier_validation_if_the_last_one_was_lost(meshpar, tmp_path):
-    recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
-    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none", "--set", "validate_every=1")
-    assert meshpar(*args)[0] == 0
+def test_report_omits_an_earlier_validation_if_the_last_one_was_lost(train_bodies, tmp_path):
+    metrics, args = tmp_path / "bodies" / "metrics.jsonl", ("--set", "validate_every=1")
+    code, out, _ = train_bodies(*args)
+    assert code == 0
+    assert "held-out" in out
     summary = metrics.parent / "summary.json"
     assert json.loads(summary.read_text())["validation"]["loss"] > 0
     lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(line for line in lines if not ('"step": 3,' in line and "val_loss" in line)))
-    with pytest.warns(UserWarning, match="it lacks validations after steps 3"):
-        code, out, error = meshpar(*args)
+    metrics.write_text("".join(line for line in lines if not ('"step": 2,' in line and "val_loss" in line)))
+    with pytest.warns(UserWarning, match="it lacks validations after steps 2"):
+        code, out, error = train_bodies(*args)
     assert code == 2
-    assert "the metrics of validations after steps 3 are missing" in error
+    assert "the metrics of validations after steps 2 are missing" in error
     assert "held-out" not in out
     assert json.loads(summary.read_text())["validation"] == {}
 

@@ -259,7 +259,7 @@ ROUTER_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("counts_padding", [True, False])
+@pytest.mark.parametrize("counts_padding", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_verify_changes_tokens_in_the_padding(counts_padding):
     model = mp.from_functions(lambda key: {"table": jax.random.normal(key, (8,))}, lambda params, x: params["table"][x])
 

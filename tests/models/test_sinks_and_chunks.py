@@ -81,7 +81,6 @@ def test_chunks_equal_separate_sequences(kinds):
 @pytest.mark.parametrize(
     ("model", "case"),
     cases(
-        ("gpt-oss", "experts"),
         grid=itertools.product(MODELS, ("experts", "fsdp|tensor", "stages", "ring", "by heads", "remat")),
     ),
 )

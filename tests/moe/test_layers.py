@@ -206,7 +206,6 @@ PADDED = {
 @pytest.mark.parametrize(
     ("case", "changes"),
     cases(
-        ("fsdp x expert x tensor", {}),
         ("context parallel", {"routing": {"capacity_factor": 7.0}}),
         grid=[
             (case, changes) for case in PADDED for changes in ({}, {"chunks": 2}, {"routing": {"capacity_factor": 7.0}})

@@ -12,7 +12,7 @@ import optax
 import meshpar as mp
 from meshpar.data import ArrayData
 from meshpar.runs.recipe_file import load_recipe
-from tests.cli.test_main import write_recipe
+from tests.cli.test_main import BODIES
 from tests.errors import raises
 
 
@@ -62,10 +62,11 @@ def test_run_resumes_with_the_hooks_of_the_caller(tmp_path) -> None:
 
 
 def test_run_reads_a_recipe_file_as_the_command_does(tmp_path, meshpar) -> None:
-    file, text = write_recipe(tmp_path), io.StringIO()
+    file, text = tmp_path / "recipe.py", io.StringIO()
+    file.write_text(BODIES.replace("data=2", "data=8"))
     outcome = mp.run(file, out=tmp_path / "python", stream=text)
     code, printed, _ = meshpar("train", file, "--out", tmp_path / "command")
-    summary = json.loads((tmp_path / "command" / "tiny" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "command" / "bodies" / "summary.json").read_text())
     assert code == 0
     assert outcome.summary["validation"] == summary["validation"]
     assert [line for line in printed.splitlines() if line.startswith("program")] == [

@@ -16,6 +16,7 @@ from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.training.independence import examined
 from tests.errors import raises
+from tests.grid import cases
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X, Y = np.asarray(jax.random.normal(KEYS[0], (2, 16, 8)))
@@ -242,7 +243,9 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name", cases("sinks", "vocabulary in chunks", "latent attention", "experts of fixed capacity", grid=DECODERS)
+)
 def test_decoders_are_sums_over_examples(name):
     config = TransformerConfig(**{**TINY, **DECODERS[name]})
     mesh, strategy = mp.MeshSpec(data=8).abstract(), mp.ddp()
