@@ -286,8 +286,8 @@ FEW = ("reduce max", "reduce_scatter", "all_to_all", "all_reduce tree", "gather_
     ("transform", "names"),
     [
         (batched, FEW),
-        (scanned, FEW),
         (with_gradient, FEW),
+        pytest.param(scanned, FEW, marks=pytest.mark.matrix),
         *(
             pytest.param(transform, names, marks=pytest.mark.matrix)
             for transform, names in (

@@ -156,7 +156,7 @@ def _adam_over(dtype):
         pytest.param(*("constant", 0.999, (0.92, 1.08), (0.4, 2.0)), marks=pytest.mark.matrix),
         pytest.param(*("sparse", 0.95, (0.85, 1.15), (0.25, 3.0)), marks=pytest.mark.matrix),
         pytest.param(*("sparse", 0.99, (0.85, 1.2), (0.25, 3.0)), marks=pytest.mark.matrix),
-        ("sparse", 0.999, (0.8, 1.25), (0.25, 3.0)),
+        pytest.param(*("sparse", 0.999, (0.8, 1.25), (0.25, 3.0)), marks=pytest.mark.matrix),
     ],
 )
 def test_second_moments_are_close_to_float32(case, b2, bfloat16, int8, dtype):

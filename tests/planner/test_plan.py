@@ -622,6 +622,7 @@ def test_search_interleaves_where_it_is_faster(small):
         assert all(rows % (4 * one.layout.accumulate * one.layout.interleave) == 0 for one in search.of(placed))
 
 
+@pytest.mark.matrix
 def test_interleave_overlaps_only_communication_in_layers():
     """Lookups in a large sharded table and collectives of weights are not sliced."""
     search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
@@ -1067,9 +1068,6 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.step.remat, found.step.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
     assert found.step.interleave == 1
-    fewer = ("--set=batch_size=20", "--top", 1, "--save", file, *fields)
-    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x4", *fewer)
-    assert (code, error) == (0, "")
     on_8 = ("plan", recipe, "--cluster", "h100:1x8")
     for words, text in (
         ((*on_8, "--set=step.accumulate=2"), "cannot set `step.accumulate`"),
@@ -1081,6 +1079,14 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
         code, _, error = meshpar(*words)
         assert code == 2
         assert text in error
+
+
+@pytest.mark.matrix
+def test_plan_command_accepts_a_batch_for_fewer_devices(meshpar, tmp_path):
+    fields = [f"--set=model.{name}" for name in ("num_layers=2", "embed_dim=64", "mlp_dim=128")]
+    options = ("--set=batch_size=20", "--top", 1, "--save", tmp_path / "plan.json", *fields)
+    code, _, error = meshpar("plan", ROOT / "recipes" / "gpt_stdlib.py", "--cluster", "h100:1x4", *options)
+    assert (code, error) == (0, "")
 
 
 @pytest.mark.matrix

@@ -357,7 +357,7 @@ BY_ENGINE = {
 }
 
 
-@pytest.mark.parametrize("engine", BY_ENGINE)
+@pytest.mark.parametrize("engine", cases("once", "quantize", "stages", grid=BY_ENGINE))
 def test_random_key_of_loss_differs_by_micro_step_and_device(engine):
     """The batch is one-hot, so the gradient of a matrix row is the dropout mask of an example."""
 
