@@ -40,9 +40,10 @@ from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import MeshparError, PyTree, check_choice, problem, tree_leaves_with_paths
+from meshpar.training.model_loss import LossFn
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, make_setup
-from meshpar.training.step import LossFn, TrainStep
+from meshpar.training.step import TrainStep
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 """Allowed difference due to the order of summation: relative to the loss, and to the largest gradient."""

@@ -43,10 +43,11 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, parsed, table
 from meshpar.sharding.types import MeshparError, PyTree, check_takes, problem
 from meshpar.sharding.units import human_bytes, si
+from meshpar.training.checks import check_loss
 from meshpar.training.gradients.selection import check_options
 from meshpar.training.options import StepOptions
 from meshpar.training.state import abstract_state
-from meshpar.training.step import TrainStep, check_loss
+from meshpar.training.step import TrainStep
 
 BYTES_ERROR = 0.02
 """Relative error of an axis's bytes above which a plan has a note."""
