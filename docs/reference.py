@@ -91,7 +91,7 @@ def module_of(below: str) -> griffe.Module:
 
 @functools.cache
 def public_names() -> dict[str, list[Name]]:
-    """Return the public names of each module. A name that several modules export has a single page."""
+    """Return the public names of each module. A name that two modules export has a single page."""
     names: dict[str, Name] = {}
     listed: dict[str, list[Name]] = {}
     for below in MODULES:
@@ -117,7 +117,7 @@ def result_types() -> list[Name]:
 def summary_of(value: griffe.Object) -> str:
     """Return the first sentence of a docstring as the text of a table cell."""
     text = value.docstring.value if value.docstring else ""
-    return " ".join(re.split(r"\n\s*\n|(?<=[.:])\s", text.strip())[0].split()).replace("|", "\\|")
+    return " ".join(re.split(r"\n\s*\n|(?<=\.)\s", text.strip())[0].split()).replace("|", "\\|")
 
 
 def page_of(name: Name) -> str:
@@ -248,5 +248,5 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Redirect the links of the pages in docs/ that lead out of it."""
+    """Redirect the links of pages in docs/ to files outside of docs/."""
     return local_links(markdown, "docs", config, files) if page.file.src_dir else markdown
