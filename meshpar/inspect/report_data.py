@@ -1,4 +1,4 @@
-"""Fields of the reports on compiled training steps and functions: memory, collectives, compute and findings."""
+"""Fields of reports on compiled steps and functions: memory, collectives, compute and findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of the decoders: a table of implementations, the key-value cache, and attention over full sequences.
+"""Attention of the decoders: a table of implementations, caches, and attention over full sequences.
 
 Shape suffixes as in `meshpar.models.layers`.
 """

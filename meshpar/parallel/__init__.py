@@ -5,7 +5,7 @@ from meshpar.parallel.data import ddp
 from meshpar.parallel.expected.execution import Execution, ExpectedCollective
 from meshpar.parallel.expert import expert_parallel
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets
-from meshpar.parallel.pipeline_parallel import pipeline_parallel
+from meshpar.parallel.pipeline_preset import pipeline_parallel
 from meshpar.parallel.quantization import Quantize
 from meshpar.parallel.strategy import PRESETS, Strategy, as_strategy, custom, from_json, parse_strategy
 from meshpar.parallel.tensor import tensor_parallel
