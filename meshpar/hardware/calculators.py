@@ -23,17 +23,17 @@ WEIGHT, GRADIENT, OPTIMIZER, MASTER = 2, 2, 8, 4
 """Bytes per parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, and float32 master copy."""
 
 
-def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -> float:
+def zero_bytes_per_param(stage: Stage, num_ranks: int) -> float:
     """Return the bytes of model state per parameter and rank with mixed-precision Adam.
 
-    DDP needs 16 bytes, or 12 without the master copy. ZeRO-1 shards the 12 bytes of the optimizer over N ranks, ZeRO-2
-    also the gradient, and ZeRO-3 (FSDP, or HSDP within a group) everything.
+    DDP needs 16 bytes. ZeRO-1 shards the 12 bytes of the optimizer over N ranks, ZeRO-2 also the gradient, and ZeRO-3
+    (FSDP, or HSDP within a group) everything.
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
     """
     check_positive_int("zero_bytes_per_param", "the number of ranks that share the state", num_ranks=num_ranks)
     check_choice("ZeRO calculator", "a ZeRO stage", get_args(Stage), stage=stage)
-    sizes = (OPTIMIZER + MASTER * master, GRADIENT, WEIGHT)
+    sizes = (OPTIMIZER + MASTER, GRADIENT, WEIGHT)
     num_sharded = get_args(Stage).index(stage)
     return sum(size / num_ranks if i < num_sharded else size for i, size in enumerate(sizes))
 

@@ -105,7 +105,6 @@ class SplitVjp:
     y, saved = split.forward(params, x)                  F, for each microbatch
     dx, deferred = split.backward(shared, saved, dy)     B
     dparams = split.weights(shared, saved, deferred)     W
-    dx, dparams = split.at_once(shared, saved, dy)       B and W together
     """
 
     saved_activations: tuple[jax.ShapeDtypeStruct, ...]
@@ -162,11 +161,8 @@ class SplitVjp:
         out = yield from self._backward.second(args, deferred)
         return self._params.tree(out[: self._params.num_smooth])
 
-    def at_once(self, shared: Values, saved: Values, dy: PyTree) -> tuple[PyTree, PyTree]:
-        """Run B and W together, and return `(dx, dparams)`. They share the loop over layers: no values are deferred."""
-        return alone(self.at_once_steps(shared, saved, dy))
-
     def at_once_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, PyTree]]:
+        """Run B and W together, and return `(dx, dparams)`. They share the loop over layers: no values are deferred."""
         args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
         out, _ = yield from self._at_once.first(args)
         count = self._params.num_smooth

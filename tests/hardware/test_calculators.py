@@ -37,7 +37,6 @@ def test_zero_calculator_matches_the_zero_paper(params, gigabytes):
     found = zero(params=params, ranks=64)
     assert [float(f"{found[stage] / 1e9:.4g}") for stage in STAGES] == pytest.approx(gigabytes)
     assert [found[f"{stage} per parameter"] for stage in STAGES] == [16, 4.1875, 2.21875, 0.25]
-    assert zero_bytes_per_param("ddp", 1, master=False) == 12
     assert found["zero3 sent"] == pytest.approx(1.5 * found["ddp sent"])
 
 

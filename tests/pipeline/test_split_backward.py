@@ -16,7 +16,7 @@ import meshpar as mp
 from meshpar.layers.precision import Precision, numerics
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
-from meshpar.pipeline.jaxpr_slicing import together
+from meshpar.pipeline.jaxpr_slicing import alone, together
 from tests.grid import cases
 
 
@@ -195,13 +195,18 @@ def test_split_vjp_has_the_gradients_of_jax_vjp(fn):
 
     def both(params, x):
         y, dparams, dx, (shared, saved, _) = run(split, params, x)
-        return (y, dparams, dx), (y, *reversed(split.at_once(shared, saved, cotangent(y))))
+        return (y, dparams, dx), (y, *reversed(at_once(split, shared, saved, cotangent(y))))
 
     expected = compiled(functools.partial(plain, fn), LAYERS, X)
     # XLA fuses the same ops differently, so results differ by rounding of float32 or bfloat16.
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
     for found in compiled(both, LAYERS, X):
         assert_same(found, expected, **tolerance)
+
+
+def at_once(split, shared, saved, dy):
+    """Run B and W together, and return the gradients of x and of the parameters."""
+    return alone(split.at_once_steps(shared, saved, dy))
 
 
 def scans(fn, *args) -> int:
@@ -221,7 +226,7 @@ def test_together_merges_loops_of_equal_length(layers, loops):
         return together(first.at_once_steps(shared, saved, dy), second.forward_steps(up, x))
 
     def separate(shared, saved, dy, up, x):
-        return [first.at_once(shared, saved, dy), second.forward(up, x)]
+        return [at_once(first, shared, saved, dy), second.forward(up, x)]
 
     args = (shared, saved, dy, up, x)
     assert scans(merged, *args) == loops
@@ -237,8 +242,12 @@ def test_split_vjp_runs_no_matmul_twice(fn):
     _, vjp = jax.eval_shape(functools.partial(jax.vjp, fn), LAYERS, X)
     b = matmuls(split.backward, shared, saved, y)
     w = matmuls(split.weights, shared, saved, deferred)
-    assert b + w == matmuls(split.at_once, shared, saved, y) == matmuls(lambda vjp, dy: vjp(with_float0(dy)), vjp, y)
-    assert scans(split.at_once, shared, saved, y) <= scans(split.backward, shared, saved, y)
+    assert (
+        b + w
+        == matmuls(functools.partial(at_once, split), shared, saved, y)
+        == matmuls(lambda vjp, dy: vjp(with_float0(dy)), vjp, y)
+    )
+    assert scans(functools.partial(at_once, split), shared, saved, y) <= scans(split.backward, shared, saved, y)
     assert b > 0
     assert (w > 0) == (fn is not branching)  # lax.cond is not split.
     assert fn is not scanned or (b, w) == (6, 6)
@@ -403,7 +412,7 @@ def test_complex_leaves_have_gradients():
     dx, deferred = split.backward(shared, saved, dy)
     expected, pull = jax.vjp(fn, params, x)
     for got, want in (((y, (split.weights(shared, saved, deferred), dx)), (expected, pull(dy))),
-                          (split.at_once(shared, saved, dy), pull(dy)[::-1])):  # fmt: skip
+                          (at_once(split, shared, saved, dy), pull(dy)[::-1])):  # fmt: skip
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
