@@ -42,7 +42,7 @@ class Sheet(Printed, Plain):
         return table(self.title, columns, shown, left=columns)
 
 
-class Forms(NamedTuple):
+class Formulas(NamedTuple):
     """Formulas of an algorithm, as text."""
 
     steps: str
@@ -59,31 +59,31 @@ class Algorithm(NamedTuple):
     kind: str
     """Name of the collective in XLA."""
     cost: Callable[..., Cost]
-    forms: Forms
+    forms: Formulas
     uses_all_ports: bool = False
     """Whether NCCL uses all network ports of a node. Other algorithms use one port per rank."""
 
 
-_HALF = Forms("N−1", "(N−1)/N · n", "(N−1) α + (N−1)/N · n β")
-_HALF_DOUBLING = Forms("log₂ N", "(N−1)/N · n", "log₂ N α + (N−1)/N · n β")
+_HALF = Formulas("N−1", "(N−1)/N · n", "(N−1) α + (N−1)/N · n β")
+_HALF_DOUBLING = Formulas("log₂ N", "(N−1)/N · n", "log₂ N α + (N−1)/N · n β")
 _REDUCED = "(N−1)/N · n"
 _HALF_REDUCED = _HALF._replace(bytes_reduced=_REDUCED)
-_WHOLE = Forms("2(N−1)", "2(N−1)/N · n", "2(N−1) α + 2(N−1)/N · n β", _REDUCED)
-_ROOT = Forms("2(N−1)", "(N−1) n at the root", "2(N−1) (α + n β)", "(N−1) n")
-_SERVERS = Forms("2(N−1)", "(N+S−2)/S · n at a server", "2(N−1) (α + n/S · β)", "(N−1)/S · n")
-_TWO_LEVELS = Forms(
+_WHOLE = Formulas("2(N−1)", "2(N−1)/N · n", "2(N−1) α + 2(N−1)/N · n β", _REDUCED)
+_ROOT = Formulas("2(N−1)", "(N−1) n at the root", "2(N−1) (α + n β)", "(N−1) n")
+_SERVERS = Formulas("2(N−1)", "(N+S−2)/S · n at a server", "2(N−1) (α + n/S · β)", "(N−1)/S · n")
+_TWO_LEVELS = Formulas(
     "2(K−1) + 2(M−1)",
     "2(K−1)/K · n inside + 2(M−1)/M · n/K across",
     "2(K−1) α₁ + 2(K−1)/K · n β₁ + 2(M−1) α₂ + 2(M−1)/M · n/K · β₂",
     "((K−1)/K · n + (M−1)/M · n/K)",
 )
-_TREE = Forms("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)", "n ⌈log₂ N⌉")
-_DOUBLING = Forms("log₂ N; ⌊log₂ N⌋ + 2 if N is no power of two", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
-_HALVING = Forms(
+_TREE = Formulas("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)", "n ⌈log₂ N⌉")
+_DOUBLING = Formulas("log₂ N; ⌊log₂ N⌋ + 2 if N is no power of two", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
+_HALVING = Formulas(
     "2 log₂ N; 2 ⌊log₂ N⌋ + 2 if N is no power of two", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β", _REDUCED
 )
-_BROADCAST = Forms("N−1", "n", "(N−1) α + n β")
-_MESSAGE = Forms("1", "n", "α + n β")
+_BROADCAST = Formulas("N−1", "n", "(N−1) α + n β")
+_MESSAGE = Formulas("1", "n", "α + n β")
 
 # `breakdown` handles the two algorithms that have additional arguments.
 _KNOWN = (

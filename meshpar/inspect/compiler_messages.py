@@ -66,7 +66,7 @@ def catch_stderr() -> Iterator[Caught]:
             stderr=reading,
             process_group=0,  # Ctrl-C in a terminal does not reach it
         )
-        interrupts.heirs.add(heir.kill)
+        interrupts.child_cleanups.add(heir.kill)
         os.dup2(log.fileno(), 2)
         has_failed = True
         try:
@@ -82,7 +82,7 @@ def catch_stderr() -> Iterator[Caught]:
                 os.write(2, caught.text.encode())
             with contextlib.suppress(BrokenPipeError):
                 heir.communicate(b"\n")
-            interrupts.heirs.discard(heir.kill)
+            interrupts.child_cleanups.discard(heir.kill)
 
 
 def warnings_in(text: str) -> tuple[str, ...]:

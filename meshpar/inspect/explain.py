@@ -36,12 +36,12 @@ from meshpar.inspect.timeline.simulator import timeline
 from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
 from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab_chunks
 from meshpar.layers.example_flow import Examination
-from meshpar.layers.precision import cast_back_fix, wide_work
+from meshpar.layers.precision import cast_back_fix, high_precision_ops
 from meshpar.models import embedding_lookup as lookup
 from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
 from meshpar.parallel.batch import StepBatch, shape_of
 from meshpar.parallel.expected.execution import Execution, ParamUsage, split_axes
-from meshpar.sharding.context import apart
+from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import PyTree, axis_sizes, problem
 from meshpar.training.gradients.selection import engine_of_setup
@@ -76,7 +76,7 @@ def explain(
 ) -> FunctionReport: ...
 
 
-@apart()
+@clear_context_mesh()
 def explain(
     step: TrainStep | Callable[..., Any],
     *args: PyTree,
@@ -178,7 +178,7 @@ def _explain(
     examination = _examination(step, state, batch)
     match = check_collectives(setup, execution, collectives, traced.jaxpr, uses=param_uses, examination=examination)
     findings = [*lint(program, collectives, setup, execution, cluster, times), *_other_dtypes(match, execution)]
-    wide = wide_work(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
+    wide = high_precision_ops(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if wide is not None:
         findings.append(Finding(rule="wide-compute", source=wide.where, what=wide.what, fix=wide.fix, nbytes=0))
     return Report(

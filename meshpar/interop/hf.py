@@ -37,7 +37,7 @@ from meshpar.layers.precision import Precision, check_bits
 from meshpar.models.architecture import PARAM_DTYPES
 from meshpar.models.config import TransformerConfig
 from meshpar.parallel import Strategy
-from meshpar.sharding.context import apart
+from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, check_choice, is_int, near, path_str, problem, tree_leaves_with_paths
@@ -395,7 +395,7 @@ def _shapes(tensors: Iterable[WeightMapping], limit: int, path: Path) -> dict[st
     return shapes
 
 
-@apart()
+@clear_context_mesh()
 def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | int) -> TrainState:
     tensors = described.family.tensors(described.config)
     like = setup.abstract

@@ -42,7 +42,7 @@ from meshpar.interop.hf import (
 )
 from meshpar.interop.weight_mapping import WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
-from meshpar.sharding.context import apart
+from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.types import PAIR, matrix_of, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, of_pair
 from meshpar.training.state import TrainState
@@ -178,7 +178,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], Lora]:
     return document, lora
 
 
-@apart()
+@clear_context_mesh()
 def load_peft(
     state: TrainState, config: TransformerConfig, folder: str | Path, *, like: str | Path | None = None
 ) -> TrainState:

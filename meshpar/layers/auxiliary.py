@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import named, problem
 
@@ -33,7 +33,7 @@ class Reports:
 def collecting() -> Iterator[Reports]:
     """Yield the `Reports` to which calls of `report` in this context are added."""
     reports = Reports()
-    with within(reports=reports):
+    with trace_options(reports=reports):
         yield reports
 
 

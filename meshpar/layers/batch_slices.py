@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layers.auxiliary import is_counted
 from meshpar.sharding.activations import batch_divided
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import ambient, current, spec_of, within
+from meshpar.sharding.context import ambient, current, spec_of, trace_options
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, check_divides, problem
 
@@ -76,7 +76,7 @@ def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) 
 
     def on_slices(xs: tuple[PyTree, ...], params: PyTree, *inputs: PyTree) -> Any:
         statistics = SliceStatistics()
-        with batch_divided(count), within(slices=statistics), _explain_errors(count):
+        with batch_divided(count), trace_options(slices=statistics), _explain_errors(count):
             outputs = [
                 layer(x, params, *(_fold_in(tree, i) for tree in inputs), *(() if local is None else (local,)))
                 for i, (x, local) in enumerate(zip(xs, sliced, strict=True))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import ambient, current, param_spec, spec_of, within
+from meshpar.sharding.context import ambient, current, param_spec, spec_of, trace_options
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
@@ -168,7 +168,7 @@ def cast_back_fix(compute: str | None) -> str:
     )
 
 
-def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:
+def high_precision_ops(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:
     """Return the matmuls of a traced step in a higher precision than requested, or None for a negligible share.
 
     Dtypes in `meant`, which precision rules assign to modules, are not reported.
@@ -230,7 +230,7 @@ class Numerics:
 def numerics(precision: Precision, remat: str | None, batch_slices: int = 1) -> Iterator[Numerics]:
     """Set the options of a step for `dot_general` and `meshpar.scan_layers`."""
     context = Numerics(precision, remat, batch_slices=batch_slices)
-    with within(numerics=context):
+    with trace_options(numerics=context):
         yield context
 
 
@@ -303,7 +303,7 @@ _with_gradient_layout.defvjp(lambda _, weight: (weight, None), lambda layout, _,
 
 
 def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True,
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, low_precision: bool = True,
     names: tuple[str | None, ...] = (), **kwargs: Any,
 ) -> jax.Array:  # fmt: skip
     """Return `lax.dot_general` of activations (lhs) and a weight (rhs), whose gradient has the reduction dtype.
@@ -315,12 +315,12 @@ def dot_general(
     Args:
       lhs, rhs: activations and weight.
       dimension_numbers, precision, **kwargs: see `lax.dot_general`.
-      narrow: whether `Precision.matmul` applies. False in output layers, for example.
+      low_precision: whether `Precision.matmul` applies. False in output layers, for example.
       names: logical names of the weight's dims, which tell 8-bit matmuls the dims that tensor parallelism shards.
     """
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
-    if context is not None and narrow and (word := matmul_here()) is not None:
+    if context is not None and low_precision and (word := matmul_here()) is not None:
         check_narrow(word, jnp.result_type(lhs, rhs) if jnp.iscomplexobj(lhs) else rhs.dtype)
         reduce = context.precision.reduce_dtype(rhs.dtype)
         return _FP8_DOTS[word](contracting, batch, reduce, _weight_sharding(rhs, names), lhs.astype(rhs.dtype), rhs)

@@ -67,23 +67,23 @@ class Sums:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Ahead:
+class PrefetchedWeight:
     """A weight that was gathered while the previous layer computed, for kernels that otherwise gather it themselves.
 
-    The kernel computes with `whole` and returns the gradient to `shard`. Modules of the model pass the object on like
-    an array. If they use it in arithmetic it acts as `shard`, which the compiler gathers there.
+    The kernel computes with `gathered` and returns the gradient to `shard`. Modules of the model pass the object on
+    like an array. If they use it in arithmetic it acts as `shard`, which the compiler gathers there.
     """
 
     shard: jax.Array
     """The sharded parameter, which receives the gradient."""
-    whole: jax.Array
+    gathered: jax.Array
     """The gathered weight, a constant without gradient."""
 
     def __jax_array__(self) -> jax.Array:
         return self.shard
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shard", "whole"):  # not set yet, while the object is created or copied
+        if name in ("shard", "gathered"):  # not set yet, while the object is created or copied
             raise AttributeError(name)
         return getattr(self.shard, name)
 
@@ -97,13 +97,13 @@ def _shard_operator(name: str) -> Any:
 
 for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     for _operator in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Ahead, _operator, _shard_operator(_operator))
-setattr(Ahead, "__neg__", _shard_operator("__neg__"))  # noqa: B010
+        setattr(PrefetchedWeight, _operator, _shard_operator(_operator))
+setattr(PrefetchedWeight, "__neg__", _shard_operator("__neg__"))  # noqa: B010
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class LoraWeight:
     """Weights of experts, `[E, d, f]`, with a LoRA pair for each, used as `weight + scale * a @ b`."""
 
     weight: Any
@@ -171,7 +171,7 @@ def is_staged() -> bool:
     return isinstance(current().runner, StageRunner)
 
 
-def is_part() -> bool:
+def is_partial_trace() -> bool:
     """Return whether only a part of the model is being traced, so that some modules may not be called."""
     return is_staged() and current().runner.in_part
 

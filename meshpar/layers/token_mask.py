@@ -11,7 +11,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Bool
 
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import check_cases
 
 
@@ -36,7 +36,7 @@ def masking(mask: Bool[Array, "B T"], *, is_declared: bool = True) -> contextlib
           with mp.moe.masking(batch["segments"] > 0):
               logits = model(batch["inputs"])
     """
-    return within(token_mask=TokenMask(mask, is_declared))
+    return trace_options(token_mask=TokenMask(mask, is_declared))
 
 
 def current_mask() -> Bool[Array, "B T"] | None:

@@ -44,7 +44,7 @@ from meshpar.loop.checkpoint_index import (
 from meshpar.loop.orbax_workarounds import write_problem
 from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.sharding import remote
-from meshpar.sharding.context import apart
+from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.host_resources import is_url
 from meshpar.sharding.types import MeshparError, check_positive_int, problem
 from meshpar.training.state import Setup, TrainState
@@ -126,7 +126,7 @@ class Checkpoints:
         steps = [int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name))]
         return sorted(step for step in steps if step <= np.iinfo(np.int32).max)
 
-    @apart()
+    @clear_context_mesh()
     def save(self, state: TrainState, *, data_state: Mapping[str, Any] | None = None, wait: bool = False) -> bool:
         """Write a checkpoint of the state's step, in the background.
 
@@ -166,7 +166,7 @@ class Checkpoints:
             self.wait()
         return new
 
-    @apart()
+    @clear_context_mesh()
     def restore(
         self,
         target: Setup | TrainState,

@@ -149,7 +149,7 @@ def logits(h_BTE: Array, matrix: Array, vocab_dim: int) -> Array:
     else:
         dtype = jnp.promote_types(h_BTE.dtype, matrix.dtype)
     dims = (((2,), (1 - vocab_dim,)), ((), ()))
-    return dot_general(h_BTE.astype(dtype), matrix.astype(dtype), dims, narrow=False)
+    return dot_general(h_BTE.astype(dtype), matrix.astype(dtype), dims, low_precision=False)
 
 
 # ---- Rotary embeddings -----------------------------------------------------------------------------------------------

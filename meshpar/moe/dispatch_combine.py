@@ -45,13 +45,13 @@ from meshpar.collectives.wire import varying_alike
 from meshpar.moe import transport_choice as choice
 from meshpar.moe.argument_checks import check_bound, check_routed
 from meshpar.moe.dispatch_paths import (
-    Arrived,
     Capacity,
     Dispatched,
     Dropless,
     NodeFirst,
     Path,
     Payload,
+    ReceivedTokens,
     Shape,
     check_payload,
 )
@@ -181,7 +181,7 @@ def _pipelined(
     waiting = [x[chunk] for chunk in slices]
     outputs, stats = [], []
 
-    def send(chunk: slice) -> Arrived:
+    def send(chunk: slice) -> ReceivedTokens:
         with jax.named_scope(KERNEL):
             return path.send(waiting.pop(0), experts[chunk], weights[chunk])
 

@@ -4,8 +4,8 @@
     Dropless    rows sorted by expert, a variable number per rank
     NodeFirst   each token once per node, then to its experts with `Dropless`
 
-`send(x, experts, weights)` returns `Arrived`, with rows sorted by local expert; `combine(outputs, arrived)` returns
-y [T, d']. The plain reference is `meshpar.moe.reference.moe`.
+`send(x, experts, weights)` returns `ReceivedTokens`, with rows sorted by local expert; `combine(outputs, arrived)`
+returns y [T, d']. The plain reference is `meshpar.moe.reference.moe`.
 
     T  tokens of a chunk       k  assignments per token    E  experts      N  ranks
     P  rows per pair of ranks  A  rows sent by a rank      C  capacity     M  nodes
@@ -116,7 +116,7 @@ class Shape(NamedTuple):
             return counts if self.num_ranks == 1 else lax.all_to_all(counts, self.axis, 0, 0)
 
 
-class Arrived(NamedTuple):
+class ReceivedTokens(NamedTuple):
     """Rows that arrived for the local experts, with the data needed to send results back."""
 
     rows: jax.Array
@@ -130,7 +130,7 @@ class Arrived(NamedTuple):
     movement: Permutation | None
     """Movement of rows from the order of arrival to the order of experts."""
     stats: Dispatched
-    across: Arrived | None = None
+    across: ReceivedTokens | None = None
     """Node-first only: the rows that arrived from other nodes, before they were forwarded inside the node."""
 
 
@@ -144,7 +144,7 @@ class Capacity(NamedTuple):
     payload: Payload
     capacity: int
 
-    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
+    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> ReceivedTokens:
         shape, capacity = self.shape, self.capacity
         order = in_buffers(experts, shape.num_experts, capacity)
         buffers = expand(x, order).reshape(shape.num_ranks, self._link.pair_rows, x.shape[1])
@@ -155,9 +155,9 @@ class Capacity(NamedTuple):
         fitting = jnp.minimum(chosen, capacity)
         received = shape.exchange_counts(fitting.reshape(shape.num_ranks, -1)).sum(0, dtype=jnp.int32)
         stats = Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
-        return Arrived(rows, sizes, order, weights, None, None, stats)
+        return ReceivedTokens(rows, sizes, order, weights, None, None, stats)
 
-    def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+    def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         shape, width = self.shape, outputs.shape[1]
         rows = self._transposed(outputs.reshape(shape.local_experts, shape.num_ranks, self.capacity, width))
         buffers = rows.reshape(shape.num_ranks, self._link.pair_rows, width)
@@ -192,7 +192,7 @@ class Dropless(NamedTuple):
         rows = cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, bound_factor)
         return cls(shape, payload, rows // shape.num_ranks, shape.tokens * shape.k)
 
-    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
+    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> ReceivedTokens:
         shape = self.shape
         order, chosen, sent = self._sort(experts)
         sent_by_rank = sent.reshape(shape.num_ranks, -1)
@@ -203,19 +203,19 @@ class Dropless(NamedTuple):
         counts = RowCounts(sums, begins, received_by_rank.sum(1, dtype=jnp.int32), exchanged[:, -1])
         stats = Dispatched(chosen, received_by_rank.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
         movement = _to_expert_order(received_by_rank, self.pair_rows)
-        arrived = Arrived(x, stats.received, order, weights, counts, movement, stats)
+        arrived = ReceivedTokens(x, stats.received, order, weights, counts, movement, stats)
         return arrived._replace(rows=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
 
-    def send_rows_of(self, x: jax.Array, arrived: Arrived, coding: Coding) -> jax.Array:
+    def send_rows_of(self, x: jax.Array, arrived: ReceivedTokens, coding: Coding) -> jax.Array:
         """[T, d] -> [N P, d]: send rows of `x` to the ranks of their experts, and sort them by expert on arrival."""
         assert arrived.counts is not None
         rows = exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
         return rows if arrived.movement is None else move(rows, arrived.movement)
 
-    def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+    def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         return weighted_sum(self.send_back(outputs, arrived), arrived.weights, arrived.order)
 
-    def send_back(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+    def send_back(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         """[N P, d'] -> [A, d']: return rows to the order of the local tokens' assignments."""
         assert arrived.counts is not None
         rows = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse)
@@ -277,7 +277,7 @@ class NodeFirst(NamedTuple):
             pair_rows = max(1, min(pair_rows, math.ceil(round(bound_factor * tokens * k / num_ranks, 9))))
         return cls(shape, across, Dropless(inside_shape, payload, pair_rows, send_rows))
 
-    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
+    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> ReceivedTokens:
         across, inside = self.across.shape, self.inside.shape
         node = experts // inside.num_experts  # M if unassigned
         # If a token has too many nodes, the nodes of the first assignments are kept.
@@ -301,7 +301,7 @@ class NodeFirst(NamedTuple):
         stats = Dispatched(chosen, forwarded.stats.received, not_sent + forwarded.stats.dropped)
         return forwarded._replace(stats=stats, across=arrived)
 
-    def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+    def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         assert arrived.across is not None
         sums = self.inside.combine(outputs, arrived)
         return combine(self.across.send_back(sums, arrived.across), arrived.across.order)

@@ -21,7 +21,7 @@ from meshpar.collectives.wire import varying_alike
 from meshpar.hardware import cost_model as cost
 from meshpar.layers.fp8_dot import FORWARD, GRADIENT, Scaled, scaled
 from meshpar.layers.precision import BY_ROW, check_narrow, check_wide, matmul_here
-from meshpar.layers.scan import Adapted
+from meshpar.layers.scan import LoraWeight
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
 from meshpar.moe.transport_choice import GPUS, KernelChoice, target
@@ -200,7 +200,7 @@ def grouped_swiglu(
 
     Args:
       rows: sorted by group.
-      gate, up, down: a matrix per group, in the dtype of the rows, or a low-rank pair (`Adapted`).
+      gate, up, down: a matrix per group, in the dtype of the rows, or a low-rank pair (`LoraWeight`).
       biases: biases of gate, up and down, added to the products of the rows of a group.
       activation: "swiglu", or "clamped_swiglu" for `clamped_swiglu` instead of `silu(gate) * up`.
       group_sizes, implementation, block, typical_rows: see `grouped_matmul`.
@@ -219,18 +219,18 @@ def grouped_swiglu(
     case = biases is not None and [x.shape for x in biases] != shapes, f"shapes must be {shapes}", "pass such arrays"
     check_cases(SWIGLU, f"use biases {[x.shape for x in biases or ()]}", "wrong-shape", case)
     is_even = _is_even(group_sizes, num_rows) and options.fp8_recipe is None
-    is_adapted = any(isinstance(weight, Adapted) for weight in (gate, up, down))
+    is_adapted = any(isinstance(weight, LoraWeight) for weight in (gate, up, down))
     if options.implementation == "tokamax" or num_rows == 0 or is_even or is_adapted:
 
-        def product(rows: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
-            if not isinstance(weight, Adapted):
+        def product(rows: jax.Array, weight: jax.Array | LoraWeight) -> jax.Array:
+            if not isinstance(weight, LoraWeight):
                 return _multiply(rows, weight, group_sizes, options)
             full, unquantized = _multiply(rows, weight.weight, group_sizes, options), options._replace(fp8_recipe=None)
             low_rank = _multiply(rows, weight.a, group_sizes, unquantized)
             low_rank = _multiply(low_rank, weight.b, group_sizes, unquantized)
             return full + (weight.scale * low_rank).astype(rows.dtype)
 
-        def linear(rows: jax.Array, weight: jax.Array | Adapted, index: int) -> jax.Array:
+        def linear(rows: jax.Array, weight: jax.Array | LoraWeight, index: int) -> jax.Array:
             y = product(rows, weight)
             return y if biases is None else y + _bias_of_rows(biases[index], group_sizes, y)
 

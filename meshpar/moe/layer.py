@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float
 from meshpar.collectives.wire import varying_alike
 from meshpar.layers.auxiliary import report
 from meshpar.layers.batch_slices import is_sliced, note_statistics
-from meshpar.layers.scan import Adapted, Ahead, Aux, is_staged
+from meshpar.layers.scan import Aux, LoraWeight, PrefetchedWeight, is_staged
 from meshpar.moe import expert_reduction as reduction
 from meshpar.moe.argument_checks import check_array, check_mask
 from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
@@ -46,7 +46,7 @@ from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, spec_axes
 
 Experts: TypeAlias = Sequence[Any]
-"""Gate, up and down of the local experts, arrays or `Adapted`, and their biases if the config has them."""
+"""Gate, up and down of the local experts, arrays or `LoraWeight`, and their biases if the config has them."""
 
 
 class Weights(NamedTuple):
@@ -200,12 +200,12 @@ def _with_stats(config: MoEConfig, y: jax.Array, sums: RouterSums) -> tuple[jax.
 
 def _weight_spec(weight: Any, axes: _WeightAxes) -> Any:
     stored, used = (PartitionSpec(*(dim or None for dim in dims)) for dims in (axes.stored, axes.used))
-    return Ahead(stored, used) if isinstance(weight, Ahead) else stored  # type: ignore[arg-type]
+    return PrefetchedWeight(stored, used) if isinstance(weight, PrefetchedWeight) else stored  # type: ignore[arg-type]
 
 
 def _map_weights(function: Callable[..., Any], experts: Sequence[Any], *trees: Sequence[Any]) -> list[Any]:
     """Apply a function to the weights of the experts and to their low-rank pairs."""
-    return jax.tree.map(function, list(experts), *map(list, trees), is_leaf=lambda x: isinstance(x, Ahead))
+    return jax.tree.map(function, list(experts), *map(list, trees), is_leaf=lambda x: isinstance(x, PrefetchedWeight))
 
 
 def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -232,7 +232,7 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
         if weights.router_bias is not None:
             weights = weights._replace(router_bias=widened(weights.router_bias))
         for name, weight in weights._asdict().items():
-            if isinstance(weight, Adapted):
+            if isinstance(weight, LoraWeight):
                 a, b = jax.tree.map(widened, (weight.a, weight.b))
                 weights = weights._replace(**{name: dataclasses.replace(weight, a=a, b=b)})  # type: ignore[arg-type]
         return run(widened(x) if on_cpu else x, weights, *others)
@@ -307,9 +307,9 @@ class _LayerAxes(NamedTuple):
         scattered = more_seq if set(more_seq) <= set(hidden) else ()
 
         def weight_axes(weight: Any, names: tuple[str | None, ...], used: reduction.Dims) -> Any:
-            if isinstance(weight, Adapted):
+            if isinstance(weight, LoraWeight):
                 (_, inputs, outputs), (expert_axes, input_axes, output_axes) = names, used
-                return Adapted(
+                return LoraWeight(
                     weight_axes(weight.weight, names, used),
                     weight_axes(weight.a, ("expert", inputs, None), (expert_axes, input_axes, ())),
                     weight_axes(weight.b, ("expert", None, outputs), (expert_axes, (), output_axes)),
@@ -478,15 +478,15 @@ def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[j
         is_first = lax.axis_index(axes.hidden) == 0
         weights = weights._replace(down_bias=jnp.where(is_first, weights.down_bias.astype(grad_dtype), 0))
 
-    def gathered(weight: jax.Array | Ahead, weight_axes: _WeightAxes | None = None) -> jax.Array:
+    def gathered(weight: jax.Array | PrefetchedWeight, weight_axes: _WeightAxes | None = None) -> jax.Array:
         dims: reduction.Dims = ()
         if weight_axes is not None:
             pairs = zip(weight_axes.stored, weight_axes.used, strict=True)
             dims = tuple(stored[len(used) :] for stored, used in pairs)
-        shard = weight.shard if isinstance(weight, Ahead) else weight
+        shard = weight.shard if isinstance(weight, PrefetchedWeight) else weight
         shard = varying_alike((), x, shard.astype(grad_dtype))[1]
-        if isinstance(weight, Ahead):
-            return reduction.use_gathered(dims, dtype, shard, weight.whole)
+        if isinstance(weight, PrefetchedWeight):
+            return reduction.use_gathered(dims, dtype, shard, weight.gathered)
         return reduction.gather_weight(dims, dtype, shard)
 
     return x.astype(dtype), _map_weights(gathered, weights.experts, *([axes.weights] if axes.weights else []))
@@ -503,7 +503,7 @@ def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, activation: str, t
 def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
     """Mark rows that all shards of the hidden dim use, so that their gradient is summed over the shards."""
     gate = experts[0]
-    gate = gate.weight if isinstance(gate, Adapted) else gate
+    gate = gate.weight if isinstance(gate, LoraWeight) else gate
     return reduction.sum_gradient(reduction.extra_varying_axes(gate, rows), rows)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.constraints import is_typed, with_auto_types, with_layout
-from meshpar.sharding.context import apart
+from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, fewer_devices, replicated, resolve
 from meshpar.sharding.types import (
@@ -47,7 +47,7 @@ def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
     return NamedSharding(mesh, resolve(leaf, as_strategy(strategy).activations, mesh).spec)
 
 
-@apart()
+@clear_context_mesh()
 def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rules) -> PyTree:
     """Put a host batch on the devices of a mesh.
 

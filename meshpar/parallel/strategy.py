@@ -228,7 +228,7 @@ class Strategy:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Bare(Parallelism):
+class RulesOnly(Parallelism):
     """A `Rules` value used as a strategy, for parameters, gradients, optimizer state and activations."""
 
     given: Rules
@@ -320,7 +320,7 @@ def as_strategy(rules: Strategy | Rules) -> Strategy:
         raise problem(
             "strategy", f"use {name!r}" if isinstance(rules, str) else f"use {name}", reason, fix, code="wrong-type"
         )
-    return Strategy((Bare(rules),))
+    return Strategy((RulesOnly(rules),))
 
 
 # ---- Parsing ---------------------------------------------------------------------------------------------------------
@@ -332,8 +332,8 @@ def from_json(data: Mapping[str, Any]) -> Strategy:
     for part in data["parts"]:
         arguments = dict(part)
         name = arguments.pop("part")
-        if name == Bare.name:
-            parts.append(Bare(Rules.from_json(arguments)))
+        if name == RulesOnly.name:
+            parts.append(RulesOnly(Rules.from_json(arguments)))
         elif name == Custom.name:
             parts += custom(**{field: Rules.from_json(rules) for field, rules in arguments.items()}).parts
         else:

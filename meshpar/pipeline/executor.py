@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layers.losses import ONE_PART, LossTerms, MeanLoss, MicrobatchTotals, Normalizer, SumLoss
 from meshpar.layers.scan import Aux
-from meshpar.pipeline.jaxpr_slicing import Steps, flat_jaxpr, together
+from meshpar.pipeline.jaxpr_slicing import Steps, flat_jaxpr, run_interleaved
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.schedules import Schedule, Slots
 from meshpar.schedules.ops import B, F, W
@@ -364,7 +364,7 @@ class Executor:
                 shared = self.split.shared(weights_of(W))
                 residuals = read(saved, column.saved_activations[W])
                 steps[W] = _scoped("weights", self.split.weights_steps(shared, residuals, from_b))
-            out = dict(zip(steps, together(*steps.values()), strict=True))
+            out = dict(zip(steps, run_interleaved(*steps.values()), strict=True))
             if has_b:
                 down, from_b, sums = out[B]
             if has_w:

@@ -155,12 +155,12 @@ Steps: TypeAlias = Generator[PendingLoop, list[Value], Result]
 No jax context may be active at a `yield`, because other programs run there."""
 
 
-def alone(steps: Steps[Result]) -> Result:
+def run(steps: Steps[Result]) -> Result:
     """Run a single program to its end."""
-    return together(steps)[0]
+    return run_interleaved(steps)[0]
 
 
-def together(*programs: Steps[Any]) -> list[Any]:
+def run_interleaved(*programs: Steps[Any]) -> list[Any]:
     """Run independent programs, and merge loops of equal length. A merged loop runs a step of each program.
 
     The compiler can then overlap communication in the first program with matmuls in the second.
@@ -357,7 +357,7 @@ class Cut:
 
     def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         """Run the first half, and return all outputs (None if the second half computes them) and the saved values."""
-        return alone(self.first(args))
+        return run(self.first(args))
 
     def first(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
         """Return `run_first` as steps."""
@@ -450,7 +450,7 @@ class _CutLoop:
 
     def second_half(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:
-            return alone(self.cut.second(full, stacked)), []
+            return run(self.cut.second(full, stacked)), []
 
         out, _ = yield from self._half(args, self.second, self.cut.second_needs, body, saved)
         return out

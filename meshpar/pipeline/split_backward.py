@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from meshpar.pipeline.jaxpr_slicing import Cut, Steps, alone, depends, flat_jaxpr
+from meshpar.pipeline.jaxpr_slicing import Cut, Steps, depends, flat_jaxpr, run
 from meshpar.sharding.types import PyTree
 
 Values: TypeAlias = tuple[jax.Array, ...]
@@ -122,7 +122,7 @@ class SplitVjp:
 
     def forward(self, params: PyTree, x: PyTree) -> tuple[PyTree, Values]:
         """Run F, and return `(y, saved_activations)`."""
-        return alone(self.forward_steps(params, x))
+        return run(self.forward_steps(params, x))
 
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
         """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.together`.
@@ -145,7 +145,7 @@ class SplitVjp:
         `dy` has the structure of y; integer leaves are ignored. Integer leaves of x have float0 gradients, as in
         `jax.vjp`.
         """
-        return alone(self.backward_steps(shared, saved, dy))
+        return run(self.backward_steps(shared, saved, dy))
 
     def backward_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, Values]]:
         args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
@@ -154,7 +154,7 @@ class SplitVjp:
 
     def weights(self, shared: Values, saved: Values, deferred: Values) -> PyTree:
         """Run W, and return the gradients of the parameters; float0 zeros for integer and frozen leaves."""
-        return alone(self.weights_steps(shared, saved, deferred))
+        return run(self.weights_steps(shared, saved, deferred))
 
     def weights_steps(self, shared: Values, saved: Values, deferred: Values) -> Steps[PyTree]:
         args = [*self._residuals.all(shared, saved), *[None] * self._y.num_smooth]

@@ -36,7 +36,7 @@ from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_rows, shape_of
 from meshpar.parallel.expected.execution import rows_and_tokens, with_layers
 from meshpar.sharding.adapters.model import Model
-from meshpar.sharding.context import tracing, within
+from meshpar.sharding.context import trace_options, tracing
 from meshpar.sharding.jaxprs import equations, has_scope
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
@@ -291,7 +291,7 @@ def _by_policy(
     for remat in policies:
         counted[remat], saved = _saved(value(remat), arrays, rows, itemsize)
         activations[remat] = tuple(labelled(saved, is_all=remat is None))
-    with within(runner=StageRunner(run)):
+    with trace_options(runner=StageRunner(run)):
         _, saved = _saved(value(None), arrays, rows, itemsize)
     return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 

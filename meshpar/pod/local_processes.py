@@ -20,7 +20,7 @@ from meshpar.sharding.errors import check_divides, problem
 
 PARENT = "MESHPAR_PARENT"
 """Environment variable of a local process: the id of its parent."""
-NEWS = "MESHPAR_NEWS"
+FAILURE_FILE = "MESHPAR_NEWS"
 """Environment variable: descriptor of a file in which the parent writes which local process has failed."""
 GRACE_S = 20.0
 """Seconds that the other processes have to end after a process failed, before they are killed."""
@@ -56,13 +56,13 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         envs = [_environment(number, processes, port=port, began_with=began_with) for number in range(processes)]
-        with tempfile.TemporaryFile(buffering=0) as news:
+        with tempfile.TemporaryFile(buffering=0) as failure_file:
             # Each process has its own session, so that only this process receives Ctrl-C, and passes it on once.
-            options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
-            own = {NEWS: str(news.fileno())}
+            options: dict[str, Any] = {"start_new_session": True, "pass_fds": [failure_file.fileno()]}
+            own = {FAILURE_FILE: str(failure_file.fileno())}
             started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
             try:
-                code = _wait(started, watch, RESTART_GRACE_S if restarts else GRACE_S, news)
+                code = _wait(started, watch, RESTART_GRACE_S if restarts else GRACE_S, failure_file)
             finally:
                 for process in started:
                     process.kill()
@@ -90,12 +90,12 @@ def follow_parent() -> None:
     parent = os.environ.get(PARENT)
     if parent is None:
         return
-    news = int(os.environ[NEWS])
+    failure_file = int(os.environ[FAILURE_FILE])
 
     def follow() -> None:
         is_reported = False
         while os.getppid() == int(parent):
-            if not is_reported and (text := os.pread(news, 100, 0)):
+            if not is_reported and (text := os.pread(failure_file, 100, 0)):
                 # Not at the start of the thread: the main thread sets the environment of jax before it imports jax.
                 from meshpar.pod import watchdog
 
@@ -113,11 +113,11 @@ def follow_parent() -> None:
 
 
 def _wait(
-    started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, news: IO[bytes]
+    started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, failure_file: IO[bytes]
 ) -> int:
     """Wait until all processes have ended. Return the exit code of the first that failed, or 0.
 
-    A failure is written to the file `news`, which all processes read.
+    A failure is written to the file `failure_file`, which all processes read.
     """
     failed: int | None = None
     kill_at = float("inf")
@@ -127,22 +127,22 @@ def _wait(
             is_passed_on = True
             for process in started:
                 process.send_signal(watch.received)
-        if failed is None and (failed := _first_failed(started, news)) is not None:
+        if failed is None and (failed := _first_failed(started, failure_file)) is not None:
             kill_at = time.monotonic() + grace_s
         if time.monotonic() > kill_at:
             for process in started:
                 process.kill()
         time.sleep(_POLL_S)
-    return _first_failed(started, news) or 0 if failed is None else failed
+    return _first_failed(started, failure_file) or 0 if failed is None else failed
 
 
-def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -> int | None:
-    """Return the exit code of a failed process, or None. Print the failure, and write it to the file `news`."""
+def _first_failed(started: Sequence[subprocess.Popen[bytes]], failure_file: IO[bytes]) -> int | None:
+    """Return the exit code of a failed process, or None. Print the failure, and write it to the file `failure_file`."""
     for number, process in enumerate(started):
         if code := process.poll():
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             print(f"meshpar: process {number} of {len(started)} ended with {how}", file=sys.stderr, flush=True)
-            news.write(json.dumps([number, code]).encode())
+            failure_file.write(json.dumps([number, code]).encode())
             return code
     return None
 

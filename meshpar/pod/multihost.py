@@ -35,7 +35,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     if (signals := interrupts.current()) is not None:
-        signals.farewell = watch.interrupted
+        signals.on_exit = watch.interrupted
     code = 0
 
     def failed(error: MeshparError) -> None:

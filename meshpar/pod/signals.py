@@ -23,12 +23,12 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FAREWELL_S = 15.0
-"""Maximum seconds for the call of `Watch.farewell`."""
+"""Maximum seconds for the call of `Watch.on_exit`."""
 GRACE_S = 0.5
 """Seconds after the first signal in which a second signal is ignored, because schedulers often send it twice."""
 scratch: set[Path] = set()
 """Incomplete folders, which are removed if a signal ends the process."""
-heirs: set[Callable[[], object]] = set()
+child_cleanups: set[Callable[[], object]] = set()
 """Functions that end child processes. They are called if a signal ends the process, so that no child prints later."""
 
 
@@ -42,7 +42,7 @@ class Watch:
         self.received: int | None = None
         """The first signal received, or None."""
         self.command = command
-        self.farewell: Callable[[int], object] | None = None
+        self.on_exit: Callable[[int], object] | None = None
         """Called with the signal's number before a command ends immediately, to inform the processes of a pod."""
         self._has_work: Callable[[], bool] | None = None
         self._grace_s = GRACE_S
@@ -111,10 +111,10 @@ class Watch:
         self._print(text)
         for folder in list(scratch):
             shutil.rmtree(folder, ignore_errors=True)
-        for end in list(heirs):
+        for end in list(child_cleanups):
             end()
-        if self.farewell is not None:
-            thread = threading.Thread(target=self.farewell, args=(number,), daemon=True)
+        if self.on_exit is not None:
+            thread = threading.Thread(target=self.on_exit, args=(number,), daemon=True)
             thread.start()
             thread.join(FAREWELL_S)
         os._exit(128 + number)

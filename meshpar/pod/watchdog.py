@@ -55,7 +55,7 @@ write_failure_callbacks: list[Callable[[MeshparError], None]] = []
 process's files, so they must be informed before orbax raises the error in the next `save` or `wait`."""
 
 
-class Judge:
+class FailureDetector:
     """The heartbeats of all processes as received by process 0, which decides whether a process is lost.
 
     Times are measured on process 0, when heartbeats arrive, so the clocks of the hosts may differ.
@@ -69,7 +69,7 @@ class Judge:
         self.code = EXIT_CODE
         """Exit code of all processes after a verdict."""
 
-    def verdict(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> str | None:
+    def check(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> str | None:
         """Return which process is lost and why, or None, from the heartbeats that were read at the time `now`."""
         self._beats.update(beats)
         for number, beat in beats.items():
@@ -153,7 +153,7 @@ class Watchdog:
         self._count, self._num_gone, self._code = 0, 0, EXIT_CODE
         self._failed: dict[str, Any] | None = None
         self._agreed: int | None = None
-        self._judge = Judge(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
+        self._detector = FailureDetector(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
         self._response_at, self._coordinator_responds = time.monotonic(), True
         self._ended, self._leaving = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -161,12 +161,12 @@ class Watchdog:
     def start(self) -> None:
         """Start the threads that send heartbeats and watch process 0."""
         faulthandler.enable(file=self._stderr)
-        if self._judge is None and threading.current_thread() is threading.main_thread():
+        if self._detector is None and threading.current_thread() is threading.main_thread():
             # The service's client aborts if process 0 is gone. A Python signal handler would run after the abort.
             self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborts)
             ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
         self._beat()
-        for run in (self._run, *(() if self._judge else (self._guard,))):
+        for run in (self._run, *(() if self._detector else (self._guard,))):
             self._threads.append(threading.Thread(target=run, name="meshpar-watchdog", daemon=True))
             self._threads[-1].start()
 
@@ -225,7 +225,9 @@ class Watchdog:
 
     def leave_in_time(self, code: int) -> None:
         """Start a timer that ends the process if a lost process makes jax wait in its barrier at exit."""
-        timer = threading.Timer(_LEAVE_S + (_GRACE_S if self._judge else 0.0), self._exit, (code,))  # process 0 is last
+        timer = threading.Timer(
+            _LEAVE_S + (_GRACE_S if self._detector else 0.0), self._exit, (code,)
+        )  # process 0 is last
         timer.daemon = True
         timer.start()
 
@@ -246,7 +248,7 @@ class Watchdog:
             except Exception:
                 if self.phase == "done":
                     return
-                if self._judge is None and self._pod.is_coordinator_gone():
+                if self._detector is None and self._pod.is_coordinator_gone():
                     self._end_without_coordinator()
                     return
                 continue  # `_guard` ends the process if this persists
@@ -255,20 +257,20 @@ class Watchdog:
                 return
 
     def _read_verdict(self) -> str | None:
-        if self._judge is None:
+        if self._detector is None:
             received = self._pod.children("verdict")
             self._code = received.get("code", EXIT_CODE)
             return received.get("text")
         beats = {int(number): beat for number, beat in self._pod.children("beat").items()}
-        verdict = self._judge.verdict(beats, time.monotonic())
+        verdict = self._detector.check(beats, time.monotonic())
         if verdict is not None:
-            self._code = self._judge.code
+            self._code = self._detector.code
             self._pod.put("verdict/code", self._code)  # first, because the other processes end when they read the text
             self._pod.put("verdict/text", verdict)
-        elif (new := self._judge.comparison()) is not None and new != self.comparison:
+        elif (new := self._detector.comparison()) is not None and new != self.comparison:
             previous, self.comparison = self.comparison, new
             for number in sorted(new.slow.keys() - (previous.slow.keys() if previous else set())):
-                self.say(self._judge.slowness(number, new))
+                self.say(self._detector.slowness(number, new))
         return verdict
 
     def _guard(self) -> None:
@@ -294,7 +296,7 @@ class Watchdog:
         """Announce that this process ends. Process 0, which runs the service, ends after all announcements."""
         with contextlib.suppress(Exception):
             self._pod.put(f"left/{self._pod.process_id}", True)
-        if self._judge is None:
+        if self._detector is None:
             return
         deadline = time.monotonic() + _GRACE_S
         with contextlib.suppress(Exception):

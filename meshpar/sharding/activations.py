@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, within
+from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, trace_options
 from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
 
@@ -57,7 +57,7 @@ class Boundaries:
 @contextlib.contextmanager
 def constrain_module_outputs(num_examples: int, **settings: Any) -> Iterator[Boundaries]:
     """Constrain the outputs of the modules that are traced in this context; see `Boundaries` for the settings."""
-    with within(boundaries=Boundaries(num_examples, **settings)) as context:
+    with trace_options(boundaries=Boundaries(num_examples, **settings)) as context:
         yield context.boundaries
 
 

@@ -59,7 +59,7 @@ def current() -> TraceContext:
 
 
 @contextlib.contextmanager
-def within(**changes: Any) -> Iterator[TraceContext]:
+def trace_options(**changes: Any) -> Iterator[TraceContext]:
     """Set fields of the trace context."""
     context = dataclasses.replace(_context.value, **changes)
     with _context(context):
@@ -88,7 +88,7 @@ def use_rules(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
         where, reason = "use_rules(mesh, rules)", f"it is a {type(rules).__name__}, not a Strategy or Rules"
         raise problem(where, f"use the rules {rules!r}", reason, "use mp.fsdp()", code="wrong-type")
     ambient = Ambient(with_auto_axes("use_rules(mesh, rules)", mesh), rules, params)
-    with within(ambient=ambient), replacing_mesh(ambient.mesh):
+    with trace_options(ambient=ambient), replacing_mesh(ambient.mesh):
         yield ambient
 
 
@@ -116,7 +116,7 @@ def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def clear_context_mesh() -> Iterator[None]:
     """Remove the mesh from jax's own context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`).
 
     Public functions take the mesh as an argument and must not depend on this context. `tracing` sets the mesh again

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from meshpar.layers.precision import Numerics, Precision, check_bits
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, named_in
-from meshpar.layers.scan import is_part
+from meshpar.layers.scan import is_partial_trace
 from meshpar.sharding.activations import Boundaries, check_rules_matched
 from meshpar.sharding.context import ambient, auto_sizes
 from meshpar.sharding.errors import check_cases
@@ -128,7 +128,7 @@ def check_constraints(setup: Setup, boundaries: Boundaries) -> None:
     """Check that rules matched modules, and warn if nothing constrains activations."""
     context = ambient()
     assert context is not None
-    if not is_part():
+    if not is_partial_trace():
         check_rules_matched(boundaries, context)
         _check_axes_used(setup, boundaries)
     is_local_batch = all(auto_sizes(context)[axis] == 1 for axis in setup.batch_axes)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from meshpar.optim.averages import averages_of, schedule_free_iterate, schedule_free_of
 from meshpar.optim.matrix_dims import stack_dims
-from meshpar.sharding.context import apart
+from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import PyTree, path_str, tree_leaves_with_paths
 from meshpar.training.state import TrainState
 
 
-@apart()
+@clear_context_mesh()
 def eval_params(state: TrainState) -> TrainState:
     """Return the state with the parameters to evaluate, to sample from, or to export.
 
@@ -60,7 +60,7 @@ def eval_params(state: TrainState) -> TrainState:
     return state.replace(params=setup.jit(evaluated, setup.shardings.params)(state.opt_state, state.params))
 
 
-@apart()
+@clear_context_mesh()
 def ema_params(state: TrainState) -> TrainState:
     """Return the state with the averages of `mp.ema` as parameters, in the dtype and sharding of the parameters.
 

@@ -21,7 +21,7 @@ from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner
 from meshpar.parallel.batch import as_given, shape_of
 from meshpar.sharding.constraints import with_auto_types
-from meshpar.sharding.context import OTHER_MESH, tracing, within
+from meshpar.sharding.context import OTHER_MESH, trace_options, tracing
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import replicated
 from meshpar.sharding.types import AnyMesh, MeshparError, PyTree, path_str, problem
@@ -117,7 +117,7 @@ def _examined_and_traced(
     def arrays(loss: Any) -> PyTree:
         return read(LossTerms.of(loss, {}, options.loss_is))
 
-    with within(runner=_MarkedLayers()):
+    with trace_options(runner=_MarkedLayers()):
         traced = traced_alone(loss_fn, options, state, batch, arrays, with_variables=True)
     outputs = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - len(jax.tree.leaves(state.extra))]
     jaxpr = core.ClosedJaxpr(traced.jaxpr.replace(outvars=outputs), traced.consts)

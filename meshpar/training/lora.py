@@ -4,7 +4,7 @@
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Each expert has a pair: a matrix
 `[E, d, f]` has the pair `[E, d, rank]` and `[E, rank, f]`. The MoE layer multiplies the pairs in groups, like the
-matrices (`Adapted`). A shared expert has a pair like a linear layer.
+matrices (`LoraWeight`). A shared expert has a pair like a linear layer.
 
 Flax's `nnx.LoRA` wraps an `nnx.Linear`. It does not support several input or output dims, or Linen. qwix 0.1.8 supports
 adapters with int8 and nf4 bases, but fails for stacked layers, as in the decoders: its pairs have no layers dim.
@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.precision import cast_floating, check_bits, dot_general
-from meshpar.layers.scan import Adapted
+from meshpar.layers.scan import LoraWeight
 from meshpar.sharding.adapters.model import Model, Variables
 from meshpar.sharding.adapters.random_keys import key_of
-from meshpar.sharding.context import ambient, apart, spec_of, tracing
+from meshpar.sharding.context import ambient, clear_context_mesh, spec_of, tracing
 from meshpar.sharding.errors import check_cases, check_number
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
@@ -185,7 +185,7 @@ def of_pair(path: str) -> bool:
     return path.rpartition("/")[2] in PAIR
 
 
-@apart()
+@clear_context_mesh()
 def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
     """Return newly initialized, sharded adapters by path, without creating other parameters."""
     paths = [path for path, _ in tree_leaves_with_paths(setup.abstract.params) if of_pair(path)]
@@ -202,7 +202,7 @@ def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
     return setup.jit(make, {path: shardings[path] for path in paths})(key_words(key))
 
 
-@apart()
+@clear_context_mesh()
 def merged_params(state: TrainState, *, dtype: str | None = None) -> PyTree:
     """Return the parameters of a state with adapters merged into the matrices, whose shardings do not change.
 
@@ -294,13 +294,13 @@ def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: 
     if layer.names is not None and (axes := weight_axes(b, None, *output_names)[1]):
         product = _by_shard(x, a, b, axes)
     else:
-        xa = dot_general(x, a.astype(dtype), (dims, ((), ())), narrow=False)
+        xa = dot_general(x, a.astype(dtype), (dims, ((), ())), low_precision=False)
         if layer.names is not None and xa.ndim == 3:
             # Sharded like the tokens: XLA would shard the rank if devices have few tokens, and send more bytes. Layers
             # that return the residual stream or a low-rank projection have the tokens of the norms.
             is_between_blocks = output_names in (("embed",), (None,))
             xa = _by_names(xa, "batch", "norm_seq" if is_between_blocks else "seq", None)
-        product = dot_general(xa, b, (((num_lead,), (0,)), ((), ())), narrow=False)
+        product = dot_general(xa, b, (((num_lead,), (0,)), ((), ())), low_precision=False)
     return y + (lora.scale * product).astype(y.dtype)
 
 
@@ -323,9 +323,9 @@ def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -
     a_float32 = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     a_of_ranks = split(jnp.broadcast_to(a_float32, (num_ranks, *a.shape)).astype(x.dtype), 0)
     dims = tuple(range(num_lead, x.ndim)), tuple(range(1, a.ndim))
-    xa = split(dot_general(x, a_of_ranks, (dims, ((), ())), narrow=False), num_lead)
+    xa = split(dot_general(x, a_of_ranks, (dims, ((), ())), low_precision=False), num_lead)
     b_shards = split(b.reshape(b.shape[0], num_ranks, -1, *b.shape[2:]), 1)
-    product = dot_general(xa, b_shards, (((num_lead + 1,), (0,)), ((num_lead,), (1,))), narrow=False)
+    product = dot_general(xa, b_shards, (((num_lead + 1,), (0,)), ((num_lead,), (1,))), low_precision=False)
     return split(jnp.moveaxis(product, 0, num_lead), num_lead).reshape(*x.shape[:num_lead], *b.shape[1:])
 
 
@@ -396,7 +396,7 @@ class _NnxAdapters:
 
         def weight(self: Any, name: str) -> Any:
             matrix, is_adapted = cls.weight(self, name), name == path.rpartition("/")[2]
-            return Adapted(matrix, *pair_of(getattr(self, name + LORA_SUFFIX)), lora.scale) if is_adapted else matrix
+            return LoraWeight(matrix, *pair_of(getattr(self, name + LORA_SUFFIX)), lora.scale) if is_adapted else matrix
 
         if (cls, path) not in self._classes:
             methods = {"weight": weight, "product": product} if layer.of_experts else {"__call__": call}
@@ -498,7 +498,7 @@ class _LinenAdapters:
         y, module = call(*args, **kwargs), context.module
         if context.method_name == "weight" and hasattr(module, "adapted"):
             pair = module.variables.get("params", {}).get(args[0] + LORA_SUFFIX)
-            return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
+            return y if pair is None else LoraWeight(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
         pair, path = module.variables.get("params", {}), "/".join(module.path)
         if context.method_name == "product" and hasattr(module, "adapted"):
             pair, path = pair.get(args[1] + LORA_SUFFIX, {}), _below(path, args[1])

@@ -137,7 +137,7 @@ def _constraining_modules(
         shard_batch=setup.has_free_activations and not is_explicit,
         other_batch_sizes=frozenset(sizes),
         sharded_modules=setup.splitting_modules,
-        dot_general=None if is_explicit else functools.partial(dot_general, narrow=False),
+        dot_general=None if is_explicit else functools.partial(dot_general, low_precision=False),
         policy=(lambda remat: remat_policy(remat, current().numerics.names)) if trains else None,
     )
 

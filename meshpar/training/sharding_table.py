@@ -17,7 +17,7 @@ from meshpar.layers.precision import Precision, cast_floating
 from meshpar.optim.moments import on_host
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters.model import Model, Variables
-from meshpar.sharding.context import apart, tracing
+from meshpar.sharding.context import clear_context_mesh, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import Printed, human_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
@@ -222,7 +222,7 @@ class TableLayout:
     """Shapes and dtypes of the optimizer state."""
 
 
-@apart()
+@clear_context_mesh()
 def lay_out(
     model: Model,
     mesh: AnyMesh,

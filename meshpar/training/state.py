@@ -24,7 +24,7 @@ from meshpar.parallel.expected.execution import Weight, with_layers
 from meshpar.sharding.adapters.model import OVERWRITTEN, Model
 from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_impls, with_key_types, without_key_types
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
-from meshpar.sharding.context import apart, replacing_mesh, tracing
+from meshpar.sharding.context import clear_context_mesh, replacing_mesh, tracing
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.mesh import with_auto_axes
@@ -207,13 +207,13 @@ class Setup:
 
         return jax.tree.map(typed, out) if returns_types else out
 
-    @apart()
+    @clear_context_mesh()
     def init(self, key: jax.Array | int) -> TrainState:
         """Create the state. All arrays are created sharded."""
         check_not_forked("the training state", "create it")
         return self._jitted_init(key_words(key))
 
-    @apart()
+    @clear_context_mesh()
     def begin(self, params: PyTree, extra: PyTree, key: jax.Array | int) -> TrainState:
         """Return the initial state for existing arrays, which must be sharded as in `shardings`."""
 
@@ -227,7 +227,7 @@ class Setup:
         counts = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (shardings.step, shardings.skipped))()
         return self._state(params, opt_state, extra, step_key, counts)
 
-    @apart()
+    @clear_context_mesh()
     def lower_init(self) -> Any:
         """Return the lowered program that creates the state."""
         return self._jitted_init.lower(key_data_like())
@@ -413,7 +413,7 @@ def _check_devices(where: str, mesh: AnyMesh) -> None:
     check_cases(where, "create arrays", "abstract-mesh", (not isinstance(mesh, Mesh), reason, fix))
 
 
-@apart()
+@clear_context_mesh()
 def load_params(state: TrainState, params: PyTree) -> TrainState:
     """Return a state with pretrained weights and a new optimizer state.
 

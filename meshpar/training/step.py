@@ -31,14 +31,14 @@ from meshpar.layers.losses import (
     MicrobatchTotals,
     at_least_float32,
 )
-from meshpar.layers.precision import Numerics, Precision, as_precision, numerics, wide_work
+from meshpar.layers.precision import Numerics, Precision, as_precision, high_precision_ops, numerics
 from meshpar.layers.remat import check_remat
 from meshpar.optim.rounding import lost_updates
 from meshpar.optim.stacked_layers import check_stacks
 from meshpar.parallel.batch import StepBatch
 from meshpar.parallel.expected.execution import Execution, StageUses
 from meshpar.sharding.activations import Boundaries
-from meshpar.sharding.context import apart, tracing, within
+from meshpar.sharding.context import clear_context_mesh, trace_options, tracing
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.types import (
     MeshparError,
@@ -110,13 +110,13 @@ class _Program(abc.ABC):
     def _may_constrain_outputs(self, setup: Setup) -> bool:
         return setup.model.kind != "functions" and may_move_activations(setup)
 
-    @apart()
+    @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         check_not_forked("a step", "run it")
         program, batch = self._prepare(state, batch)
         return program(state, batch)
 
-    @apart()
+    @clear_context_mesh()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """Return the traced program, as from `jax.jit(...).trace`. Arrays and mesh may be abstract."""
         program, batch = self._prepare(state, batch)
@@ -143,7 +143,7 @@ class TrainStep(_Program):
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         return options_for(setup.mesh, self._xla, self._engine(setup).compile_options(describe(setup, self.options)))
 
-    @apart()
+    @clear_context_mesh()
     def describe(self, state: TrainState, batch: PyTree) -> Execution:
         """Return how the step executes: division of the batch, communication, saved activations and dtypes.
 
@@ -194,14 +194,14 @@ class TrainStep(_Program):
     def _may_constrain_outputs(self, setup: Setup) -> bool:
         return not self._engine(setup).uses_local_batch and super()._may_constrain_outputs(setup)
 
-    @apart()
+    @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         check_not_forked("a step", "run it")
         program, batch = self._prepare(state, batch)
         if state.setup not in self._called:
             self._called.add(state.setup)
             jaxpr = program.trace(state, batch).jaxpr.jaxpr  # jit reuses this trace for the call
-            wide = wide_work(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
+            wide = high_precision_ops(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
             if wide is not None:
                 warnings.warn(f"{wide.what}. To change it, {wide.fix}.", stacklevel=3)
         earlier = self._earlier.setdefault(state.setup, EarlierSteps(raises=self.options.nonfinite == "raise"))
@@ -361,7 +361,7 @@ def _optimizer_update(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         extra_args = {name: x for name, x in extra_args.items() if name in parameters}
     try:
-        with within(updates=setup.updating):
+        with trace_options(updates=setup.updating):
             updates, new = update(grads, opt_state, params, **extra_args)
         for name, tree, like in (("state", new, opt_state), ("parameters", updates, params)):
             if jax.tree.structure(tree) != jax.tree.structure(like):  # type: ignore[operator]

@@ -92,10 +92,10 @@ def test_warnings_despite_compilation_cache(tmp_path):
 
 def test_catch_stderr_captures_output(capfd):
     with catch_stderr() as caught:
-        assert len(interrupts.heirs) == 1
+        assert len(interrupts.child_cleanups) == 1
         os.write(2, b"from below\n")
     assert caught.text == "from below\n"
-    assert not interrupts.heirs
+    assert not interrupts.child_cleanups
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "after\n"
 

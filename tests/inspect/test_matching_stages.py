@@ -298,10 +298,10 @@ def test_weights_are_gathered_by_operations_that_read_them(built):
     schedule = one.schedule
     assert one.uses.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
     has = schedule.table[..., 0] >= 0
-    apart = (has[..., 2] & ~has[..., 1]).sum(0)
-    assert (apart > 0).any()
+    clear_context_mesh = (has[..., 2] & ~has[..., 1]).sum(0)
+    assert (clear_context_mesh > 0).any()
     for stage, verdict in enumerate(one.verdicts):
-        assert in_cells(verdict)[0] == 2 * 8 + apart[stage]
+        assert in_cells(verdict)[0] == 2 * 8 + clear_context_mesh[stage]
 
 
 @pytest.mark.matrix

@@ -121,14 +121,14 @@ def test_every_gpu_of_the_catalogue_compiles(programs, scan_on, cluster):
 def test_options_reach_the_compiler(programs, pod):
     traced = programs.scan(programs.abstract_mesh("scan"))
     combined = pod.compile(traced, "h100:1x8")
-    apart = pod.compile(traced, "h100:1x8", options={"xla_gpu_all_gather_combine_threshold_bytes": 0})
+    clear_context_mesh = pod.compile(traced, "h100:1x8", options={"xla_gpu_all_gather_combine_threshold_bytes": 0})
 
     def largest(program):
         found = census(program.module, programs.MESHES["scan"])
         return max(len(c.arrays) for c in found if c.kind == "all-gather")
 
     assert largest(combined) == 2
-    assert largest(apart) == 1
+    assert largest(clear_context_mesh) == 1
     with pytest.raises(PodError, match="xla_no_such_flag"):
         pod.compile(traced, "h100:1x8", options={"xla_no_such_flag": 1})
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import lax
 
 import meshpar as mp
-from meshpar.layers.precision import dot_general, numerics, products, wide_work
+from meshpar.layers.precision import dot_general, high_precision_ops, numerics, products
 from meshpar.layers.remat import REMAT_POLICIES
 from tests.errors import raises
 from tests.grid import cases
@@ -125,7 +125,7 @@ def deep_step(remat):
 def test_only_dtypes_of_precision_rules_are_meant():
     x = jnp.ones((4, 4))
     jaxpr, precision = jax.make_jaxpr(jnp.matmul)(x, x).jaxpr, mp.Precision(compute="bfloat16")
-    assert [wide_work(jaxpr, precision, meant) is None for meant in ((), ("float64",), ("float32",))] == [
+    assert [high_precision_ops(jaxpr, precision, meant) is None for meant in ((), ("float64",), ("float32",))] == [
         False, False, True,
     ]  # fmt: skip
 

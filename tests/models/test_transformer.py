@@ -101,10 +101,10 @@ def test_positions_count_by_their_distance(one_device):
     row, counted = TOKENS[:1], np.arange(7)
     default = forward(model, params, row)[0]
     positions = jnp.asarray([counted, counted + 50, 2 * counted])
-    same, moved, apart = forward(model, params, np.repeat(row, 3, axis=0), positions=positions)
+    same, moved, clear_context_mesh = forward(model, params, np.repeat(row, 3, axis=0), positions=positions)
     np.testing.assert_allclose(same, default, atol=1e-5)
     np.testing.assert_allclose(moved, default, atol=1e-4)
-    assert np.abs(apart - default).max() > 1e-2
+    assert np.abs(clear_context_mesh - default).max() > 1e-2
 
 
 @pytest.mark.matrix

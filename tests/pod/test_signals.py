@@ -162,7 +162,7 @@ def test_exit_removes_incomplete_folders(watch, monkeypatch, tmp_path):
     monkeypatch.setattr(interrupts, "scratch", {tmp_path / "half", tmp_path / "nowhere"})
     monkeypatch.setattr(interrupts.os, "_exit", lambda code: None)
     received = []
-    watch.farewell = received.append
+    watch.on_exit = received.append
     watch._exit(INT, "interrupted")
     assert received == [INT]
     assert not (tmp_path / "half").exists()

@@ -13,16 +13,16 @@ import pytest
 
 from meshpar.pod import watchdog as watchdog
 from meshpar.pod.coordination import Pod
-from meshpar.pod.watchdog import BEAT_S, Judge, Watchdog
+from meshpar.pod.watchdog import BEAT_S, FailureDetector, Watchdog
 from meshpar.sharding.types import problem
 from tests.pod.test_coordination import Store
 
 
 class Simulation:
-    """Two processes and their judge in simulated time."""
+    """Two processes and their failure detector in simulated time."""
 
     def __init__(self) -> None:
-        self.judge = Judge(2, stall_s=40, busy_s=600)
+        self.detector = FailureDetector(2, stall_s=40, busy_s=600)
         self.now = 0.0
         self.beats = {
             number: {"count": 0, "host": f"host{number}", "step": 5, "busy": None, "slowest_s": 1.0, "failed": None}
@@ -36,7 +36,7 @@ class Simulation:
             for number in beating:
                 self.beats[number]["count"] += 1
                 self.beats[number]["step"] += number in stepping
-            if verdict := self.judge.verdict(self.beats, self.now):
+            if verdict := self.detector.check(self.beats, self.now):
                 return verdict
         return None
 
@@ -119,7 +119,7 @@ def loses_a_message(pair: Simulation) -> str | None:
     (loses_a_message_of_a_silent_process, "process 1 of 2 (on host1) sent no heartbeat for 1"),
     (loses_a_message, "process 0 of 2 (on host0) failed: JaxRuntimeError: out of memory"),
 ])  # fmt: skip
-def test_judge_names_the_lost_process(pair: Simulation, happens, verdict: str | None) -> None:
+def test_detector_names_the_lost_process(pair: Simulation, happens, verdict: str | None) -> None:
     result = happens(pair)
     assert result is verdict or re.match(verdict.replace("(", r"\(").replace(")", r"\)"), result), result
 

@@ -164,7 +164,7 @@ def test_swiglu_of_experts_equals_three_matmuls():
     given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in draws]
     matmul = functools.partial(grouped_matmul, group_sizes=sizes, block=4)
 
-    def apart(rows, gate, up, down):
+    def clear_context_mesh(rows, gate, up, down):
         return matmul(jax.nn.silu(matmul(rows, gate)) * matmul(rows, up), down)
 
     def whole(*given):
@@ -172,7 +172,7 @@ def test_swiglu_of_experts_equals_three_matmuls():
 
     with numerics(FP8, None):
         found, expected = (
-            jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), range(4)))(*given) for f in (whole, apart)
+            jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), range(4)))(*given) for f in (whole, clear_context_mesh)
         )
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)

@@ -23,10 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals
 from meshpar.layers.scan import (
-    Ahead,
     Aux,
     Layer,
     LayerRunner,
+    PrefetchedWeight,
     check_alike,
     leaf_at,
     on_slices,
@@ -35,7 +35,7 @@ from meshpar.layers.scan import (
 )
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, problem, without_axes
 from meshpar.training.execution import described
 from meshpar.training.gradients import xla
@@ -48,7 +48,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     """Return loss, metrics and gradients of a batch, summed over micro-steps; see `xla.gradients`."""
     context, strategy = current().numerics, state.setup.strategy
     assert context is not None
-    with within(runner=PrefetchRunner(state.setup)):
+    with trace_options(runner=PrefetchRunner(state.setup)):
         sums = xla.gradients(loss, options, state, batch, key)
     if not context.num_scans:
         reason = "the model marks no layer: it never calls meshpar.scan_layers"
@@ -139,14 +139,14 @@ class PrefetchRunner(LayerRunner):
         decisions = {decision.path: decision for decision in setup.table.params}
 
         def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
-            def constrain_leaf(path: Any, weight: jax.Array) -> jax.Array | Ahead:
+            def constrain_leaf(path: Any, weight: jax.Array) -> jax.Array | PrefetchedWeight:
                 decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
                 spec = _gathered_spec(decision, gathered_axes)
                 constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
                 # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only
                 # the gathered weight, it would all-reduce the full gradient.
                 is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
-                return Ahead(weight, constrained) if is_expert_shard else constrained
+                return PrefetchedWeight(weight, constrained) if is_expert_shard else constrained
 
             return jax.tree_util.tree_map_with_path(constrain_leaf, tree)
 
@@ -278,17 +278,17 @@ class _PrefetchedStack:
 
 
 def _is_ahead(x: Any) -> bool:
-    return isinstance(x, Ahead)
+    return isinstance(x, PrefetchedWeight)
 
 
-def _shard_of(weight: jax.Array | Ahead) -> jax.Array:
-    return weight.shard if isinstance(weight, Ahead) else weight
+def _shard_of(weight: jax.Array | PrefetchedWeight) -> jax.Array:
+    return weight.shard if isinstance(weight, PrefetchedWeight) else weight
 
 
-def _with_shard(weight: jax.Array | Ahead, shard: jax.Array | None) -> jax.Array | Ahead:
+def _with_shard(weight: jax.Array | PrefetchedWeight, shard: jax.Array | None) -> jax.Array | PrefetchedWeight:
     if shard is None:  # a frozen weight
         return weight
-    return Ahead(shard, weight.whole) if isinstance(weight, Ahead) else shard
+    return PrefetchedWeight(shard, weight.gathered) if isinstance(weight, PrefetchedWeight) else shard
 
 
 def _split_last(stacked: PyTree) -> tuple[PyTree, PyTree]:

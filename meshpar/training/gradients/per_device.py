@@ -28,7 +28,7 @@ from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.parallel.batch import split_rows
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, problem, without_axes
 from meshpar.training.accumulation import (
     MicroStep,
@@ -190,7 +190,7 @@ def _with_gathered_weights(
     context, cause, out = current().numerics, None, None
     assert context is not None
     context.num_scans = 0
-    with within(runner=QuantizedRunner(quantized, noise)):
+    with trace_options(runner=QuantizedRunner(quantized, noise)):
         try:
             out = terms(quantized.gather_unstacked(params, noise), *args)
         except (TypeError, ValueError) as error:

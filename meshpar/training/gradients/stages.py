@@ -30,7 +30,7 @@ from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
 from meshpar.pipeline.gradients import LeafUses, StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
 from meshpar.schedules import Schedule
-from meshpar.sharding.context import current, within
+from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
@@ -266,7 +266,7 @@ class _ChunkedModel:
                 calls.append(x)
                 return run(layer, x, params)
 
-            with within(runner=StageRunner(counted, in_part=True)):
+            with trace_options(runner=StageRunner(counted, in_part=True)):
                 params = self._tree(chunk, embedding_and_head)
                 terms, _ = loss.terms(params, inputs.extra, inputs.examples, inputs.key)
             _check_single_call(len(calls))
@@ -343,7 +343,7 @@ class _Epilogue:
         def traced(extra: PyTree, aux: Aux | None, others: tuple[PyTree, ...]) -> tuple[Any, ...]:
             params, y, examples, key_data = others
             result = y if aux is None else (y, aux)
-            with within(runner=StageRunner(lambda layer, x, params: result, in_part=True)):
+            with trace_options(runner=StageRunner(lambda layer, x, params: result, in_part=True)):
                 terms, after = loss.terms(params, extra, examples, jax.random.wrap_key_data(key_data))
             is_weighted.append(isinstance(terms.loss, MeanLoss))
             value, _ = terms.normalized()
@@ -399,7 +399,7 @@ def _results_of_layers(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree,
         return x if aux is None else (x, _zeros(aux))
 
     def traced(params: PyTree, extra: PyTree, batch: PyTree, key_data: jax.Array) -> Any:
-        with within(runner=StageRunner(run)):
+        with trace_options(runner=StageRunner(run)):
             return loss(params, extra, batch, jax.random.wrap_key_data(key_data))
 
     jax.eval_shape(traced, params, extra, batch, jax.random.key_data(key))
