@@ -64,7 +64,7 @@ def recipe(devices: int = 2048) -> mp.Recipe:
         batch_size=8 * devices,
         step=mp.StepOptions(
             accumulate=2,
-            interleave=2,
+            batch_slices=2,
             precision=mp.Precision(compute="bfloat16"),
             remat="full",
             xla={"xla_gpu_memory_limit_slop_factor": 115},

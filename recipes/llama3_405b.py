@@ -51,7 +51,7 @@ def recipe(devices: int = 4096) -> mp.Recipe:
         optimizer=optimizer,
         steps=1_200_000,
         batch_size=4 * (devices // tensor),
-        step=mp.StepOptions(interleave=2, precision=mp.Precision(compute="bfloat16"), remat="full", nonfinite="skip"),
+        step=mp.StepOptions(batch_slices=2, precision=mp.Precision(compute="bfloat16"), remat="full", nonfinite="skip"),
         validate_every=1000,
         checkpoint_every=500,
     )

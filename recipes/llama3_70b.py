@@ -54,7 +54,7 @@ def recipe(devices: int = 512) -> mp.Recipe:
         batch_size=8 * (devices // tensor),
         step=mp.StepOptions(
             accumulate=1 if many else 8,
-            interleave=2 if many else 1,
+            batch_slices=2 if many else 1,
             precision=mp.Precision(compute="bfloat16"),
             remat="save:query,key,value,attention_out" if many else "dots",
             nonfinite="skip",

@@ -395,7 +395,7 @@ FAULTS = (
     Fault("messages overlap although the memory is full", "planner/time_estimate.py",
         "STEP.crowded_overlap if self.is_crowded(memory) else 1.0", "1.0", "planner/test_plan.py -k crowded_step"),
     Fault("old plans have two batch slices", "planner/layout.py",
-        '{"interleave": 1, **data, **fields}', '{"interleave": 2, **data, **fields}',
+        '{"batch_slices": 1, **data, **fields}', '{"batch_slices": 2, **data, **fields}',
         "planner/test_plan.py -k have_its_default"),
     Fault("weights are restored without batch statistics", "loop/checkpoint.py",
         'if path.split("/")[0] in ("params", "extra")', 'if path.split("/")[0] in ("params",)',

@@ -88,7 +88,7 @@ FIELDS = (
     "model.num_layers", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", "model.attention",
     "data.seq_len", "data.prefetch", "data.files", "data.valid_fraction", "data.max_bytes", "data.tokenizer",
     "optimizer.lr", "optimizer.warmup_steps", "optimizer.b1", "step.precision.compute", "step.remat",
-    "step.interleave", "step.nonfinite", "validate_every", "checkpoint_every", "keep_checkpoints",
+    "step.batch_slices", "step.nonfinite", "validate_every", "checkpoint_every", "keep_checkpoints",
     "sample.num_tokens", "sample.temperature", "name",
     "step.xla.x", "no.such", "model", "data",
 )  # fmt: skip

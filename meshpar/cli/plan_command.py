@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
 """Attributes of an MoE config that the planner reads."""
-_CHOSEN = ("mesh", "strategy", "step.remat", "step.accumulate", "step.interleave")
+_CHOSEN = ("mesh", "strategy", "step.remat", "step.accumulate", "step.batch_slices")
 """Fields of a recipe that the planner chooses."""
 
 

@@ -34,7 +34,7 @@ OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """Name of the option for the maximum number of concurrent collectives."""
 
 APART: Options = MappingProxyType({OVERLAP_LIMIT: 4, "xla_disable_hlo_passes": "multi_output_fusion"})
-"""Options for batch slices (`interleave`): run collectives concurrently, and do not fuse operations of different
+"""Options for batch slices (`batch_slices`): run collectives concurrently, and do not fuse operations of different
 slices. A fused operation, such as the norms of two slices, would wait for the messages of both."""
 
 

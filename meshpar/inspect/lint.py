@@ -478,7 +478,7 @@ def _fix_of_small_messages(context: _Context, sent: Collective) -> str:
         if context.execution.micro_steps > 1:
             fixes.append("use fewer micro-steps")
         if context.execution.batch_slices == 1 and not axes <= context.batch_axes:
-            fixes.append("use interleave=2, which overlaps messages with matmuls")
+            fixes.append("use batch_slices=2, which overlaps messages with matmuls")
     if sent.kind in ("all-gather", "all-reduce", "reduce-scatter"):
         option = f"xla_gpu_{sent.kind.replace('-', '_')}_combine_threshold_bytes"
         fixes.append(f"combine independent messages with XLA's option {option}")

@@ -43,11 +43,11 @@ def join_batch(parts: tuple[PyTree, ...]) -> PyTree:
 
 def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
     """Check that the first dim of x is the batch, and the first dim of `per_example` arrays is the batch or 1."""
-    where, requested = f"train_step(interleave={count})", f"run layers on {count} slices of the batch"
+    where, requested = f"train_step(batch_slices={count})", f"run layers on {count} slices of the batch"
     leaves, boundaries = jax.tree.leaves(x), current().boundaries
     is_mapped = any(type(leaf).__name__ == "BatchTracer" for leaf in leaves)  # the class is not public
     reason = "the layers run under jax.vmap on a single example"
-    fix = "call scan_layers on the full batch, or use interleave=1"
+    fix = "call scan_layers on the full batch, or use batch_slices=1"
     check_cases(where, requested, "unsupported-feature", (is_mapped, reason, fix))
     num_rows = leaves[0].shape[0] if leaves and jnp.ndim(leaves[0]) else 0
     num_rows = num_rows if boundaries is None else boundaries.num_examples
@@ -58,7 +58,7 @@ def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
         for leaf in jax.tree.leaves(tree):
             is_wrong = jnp.shape(leaf)[:1] not in [(size,) for size in sizes]
             reason = f"`{name}` of scan_layers has shape {jnp.shape(leaf)}, and the batch has {num_rows} examples"
-            check_cases(where, requested, "wrong-shape", (is_wrong, reason, f"{fix}, or use interleave=1"))
+            check_cases(where, requested, "wrong-shape", (is_wrong, reason, f"{fix}, or use batch_slices=1"))
 
 
 def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Callable[..., Any]:
@@ -102,9 +102,11 @@ class SliceStatistics:
     def check(self, count: int, num_sums: int) -> None:
         """Check that the sums of all these layers are returned, so that their losses do not depend on the slices."""
         reason = "the loss of a router is a product of means over tokens, so the mean over slices is a different loss"
-        fix = "return `stats.aux` of the layer's only MoE layer, use auxiliary_weight=0 and z_weight=0, or interleave=1"
+        fix = (
+            "return `stats.aux` of the layer's only MoE layer, use auxiliary_weight=0 and z_weight=0, or batch_slices=1"
+        )
         is_lost = num_sums != self.num_layers and self.num_layers > 0, reason, fix
-        check_cases(f"train_step(interleave={count})", "add up router statistics", "unsupported-feature", is_lost)
+        check_cases(f"train_step(batch_slices={count})", "add up router statistics", "unsupported-feature", is_lost)
 
 
 def is_sliced() -> bool:
@@ -125,8 +127,8 @@ def _explain_errors(count: int) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if isinstance(error, MeshparError):
             raise
-        where, reason = f"train_step(interleave={count})", str(error).partition("\n")[0].rstrip(".")
-        fix = "pass arrays with a batch dim as scan_layers(per_example=...) instead of a closure, or use interleave=1"
+        where, reason = f"train_step(batch_slices={count})", str(error).partition("\n")[0].rstrip(".")
+        fix = "pass arrays with a batch dim as scan_layers(per_example=...) instead of a closure, or use batch_slices=1"
         raise problem(where, "run a layer on a slice of the batch", reason, fix, "wrong-shape") from error
 
 
@@ -159,11 +161,11 @@ def _constrain(x: jax.Array, *entries: Any) -> jax.Array:
 
 
 def _slice(x: jax.Array, count: int) -> list[jax.Array]:
-    where, requested = f"train_step(interleave={count})", f"divide x of shape {x.shape} into slices of the batch"
+    where, requested = f"train_step(batch_slices={count})", f"divide x of shape {x.shape} into slices of the batch"
     case = x.ndim == 0, "x has a scalar leaf", "make the batch the first dim of all leaves"
     check_cases(where, requested, "wrong-shape", case)
     axes, shards = _batch_axes(x)
-    fix = f"use a multiple of {shards * count} examples per micro-step, or interleave=1"
+    fix = f"use a multiple of {shards * count} examples per micro-step, or batch_slices=1"
     check_divides(where, f"{requested} on each of {shards} shards", x.shape[0], shards * count, fix)
     by_shard = _constrain(x.reshape(shards, count, -1, *x.shape[1:]), axes, None, None)
     return [_constrain(by_shard[:, i].reshape(-1, *x.shape[1:]), axes) for i in range(count)]

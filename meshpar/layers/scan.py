@@ -51,7 +51,7 @@ class Aux(NamedTuple):
     means over examples, which are averaged."""
     sums: Sums | None = None
     """Sums from which loss and metrics follow, if they are not means over examples. `scan_layers` adds the sums of the
-    slices of a batch (`train_step(interleave=...)`), and does not return them."""
+    slices of a batch (`train_step(batch_slices=...)`), and does not return them."""
 
 
 @jax.tree_util.register_dataclass
@@ -203,7 +203,7 @@ def scan_layers(
 
         option                          effect
         train_step(remat=...)           each layer is recomputed in the backward pass, according to the policy
-        train_step(interleave=2)        each layer runs on two slices of the local batch, whose communication overlaps
+        train_step(batch_slices=2)        each layer runs on two slices of the local batch, whose communication overlaps
         mp.fsdp(prefetch=1)             the weights of a layer are gathered while the previous layer computes
         mp.fsdp(quantize=...)           the weights of each layer are gathered from quantized shards, in both passes
         mp.pipeline_parallel(...)       the stages run the layers
@@ -215,7 +215,7 @@ def scan_layers(
     Args:
       layer: function `(x, params, extra, cache, per_example) -> x`. The last three arguments are left out if they were
         not passed to `scan_layers`. It may return `(x, Aux)`. With caches it returns `(x, cache)` in place of `x`.
-      x: pytree whose structure, shapes and dtypes all layers preserve. With `interleave` the batch is the first dim
+      x: pytree whose structure, shapes and dtypes all layers preserve. With `batch_slices` the batch is the first dim
         of its leaves.
       params: stacked parameters, `[layers, ...]`, with the logical name `layers` and the same paths as in the model
         below `at`.

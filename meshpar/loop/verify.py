@@ -57,13 +57,13 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "accumulate": (1, 2),
     "reduce_gradients": (None, "each_microbatch", "once_across_groups", "once"),
-    "interleave": (1, 2),
+    "batch_slices": (1, 2),
     "remat": (None, "full", "dots"),
 }
 """Options of `train_step` that do not change the result. The simplest value is first."""
 _PAIRS_SHARE = 1 / 8
 """Share of the sampled layouts whose loss combines all pairs of examples."""
-_SPLITTING = ("accumulate", "reduce_gradients", "interleave")
+_SPLITTING = ("accumulate", "reduce_gradients", "batch_slices")
 """Options that split the batch. Pipelines do not support the first two."""
 STEPS = 3
 """Number of compared steps. The optimizer state of step 1 affects the gradients of step 3, but not of step 2."""
@@ -317,7 +317,7 @@ class _Verifier:
     def _left_out(self, setup: Setup, step: TrainStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield reasons, and the options and axes that change the result for this loss, found on a single device."""
         splitting = (*_SPLITTING, "stage")
-        features = "micro-steps, interleave and pipelines"
+        features = "micro-steps, batch slices and pipelines"
         new_key = self.start.replace(setup=setup, key=self.start.key + np.ones_like(self.start.key))
         _, result = self.step(step, jax.device_put(new_key, setup.shardings))
         if self.model.random_keys() or result.loss != self.expected(of_pairs=False)[0].loss:
@@ -399,7 +399,7 @@ class _Verifier:
         strategy = Strategy(parts)
         excluded = (*self.excluded, *(_SPLITTING[:2] if strategy.pipeline is not None else ()))
         if self._search_space(sizes).num_layers <= 1:
-            excluded = (*excluded, "remat", "interleave")
+            excluded = (*excluded, "remat", "batch_slices")
         if "accumulate" in excluded or options.get("accumulate", 1) == 1:
             excluded = (*excluded, "reduce_gradients")
         changed = {name: value for name, value in options.items() if name not in excluded and value != OPTIONS[name][0]}

@@ -109,8 +109,8 @@ class Shape(NamedTuple):
     def exchange_counts(self, counts: jax.Array) -> jax.Array:
         """int32 [N to, c] -> [N from, c]: send row r of the counts to rank r.
 
-        XLA would combine all-gathers of different batch slices (`interleave`) and chunks. Each would then wait for the
-        counts of the others before sending rows. Therefore the counts are sent in an all-to-all.
+        XLA would combine all-gathers of different batch slices and chunks. Each would then wait for the counts of the
+        others before sending rows. Therefore the counts are sent in an all-to-all.
         """
         with jax.named_scope("counts"):
             return counts if self.num_ranks == 1 else lax.all_to_all(counts, self.axis, 0, 0)

@@ -174,9 +174,9 @@ def moe_layer(
     case = (
         drops and is_sliced() and has_capacity,
         "the number of tokens that an expert accepts depends on the slices",
-        "use interleave=1, or dropless experts: capacity_factor=None and choice='token'",
+        "use batch_slices=1, or dropless experts: capacity_factor=None and choice='token'",
     )
-    check_cases("moe_layer", "run on slices of the batch (train_step(interleave=...))", "unsupported-feature", case)
+    check_cases("moe_layer", "run on slices of the batch (train_step(batch_slices=...))", "unsupported-feature", case)
     axes = _LayerAxes() if context is None or is_single else _LayerAxes.of(context, x, weights, config)
     kernel = functools.partial(_per_device, config=config, axes=axes, drops=drops)
     with jax.named_scope("moe"):

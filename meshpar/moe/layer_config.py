@@ -61,7 +61,7 @@ class MoEConfig:
     """How tokens are sent to other ranks, as in `dispatch`. If experts are sharded over one axis, implementations with
     two levels cause a warning."""
     bound_factor: float | None = None
-    """Limit of the rows from a rank to another, as in `dispatch`. None allows any routing. With `interleave`, each
+    """Limit of the rows from a rank to another, as in `dispatch`. None allows any routing. With `batch_slices`, each
     slice of the batch has its own limit, so results equal the full batch only if nothing is dropped."""
     payload: Payload | None = None
     """Number formats of the rows sent. None keeps the dtype."""

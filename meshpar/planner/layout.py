@@ -37,7 +37,7 @@ class Layout:
     strategy: Strategy
     remat: str | None = None
     accumulate: int = 1
-    interleave: int = 1
+    batch_slices: int = 1
     """Number of slices of the local batch that layers process separately."""
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Layout:
             "strategy": self.strategy.to_json(),
             "remat": self.remat,
             "accumulate": self.accumulate,
-            "interleave": self.interleave,
+            "batch_slices": self.batch_slices,
         }
 
     @staticmethod
@@ -61,14 +61,14 @@ class Layout:
         except (KeyError, TypeError, AttributeError, ValueError):
             reason = 'it has no mesh {"fsdp": 8} and strategy {"parts": [{"part": "fsdp"}]}'
             raise problem(where, f"read {abbreviated(data)}", reason, FIX, code="damaged-file") from None
-        # Files of earlier versions have no `interleave`.
-        layout = parsed(Layout, {"interleave": 1, **data, **fields}, where, FIX)
+        # Files of earlier versions have no `batch_slices`.
+        layout = parsed(Layout, {"batch_slices": 1, **data, **fields}, where, FIX)
         layout.options(StepOptions())  # checks the values
         return layout
 
     def options(self, step: StepOptions) -> StepOptions:
         """Return options of a step with those of the layout."""
-        return dataclasses.replace(step, accumulate=self.accumulate, remat=self.remat, interleave=self.interleave)
+        return dataclasses.replace(step, accumulate=self.accumulate, remat=self.remat, batch_slices=self.batch_slices)
 
     @property
     def microbatches(self) -> int:
@@ -79,7 +79,7 @@ class Layout:
     @property
     def label(self) -> str:
         options = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
-        options += [f"interleave={self.interleave}"] * (self.interleave > 1)
+        options += [f"batch_slices={self.batch_slices}"] * (self.batch_slices > 1)
         return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *options])
 
 
@@ -161,7 +161,7 @@ class Placed:
 
     def execution(self, layout: Layout) -> Execution:
         """Return the description of a step. With pipeline stages, it describes the average stage."""
-        key = layout.accumulate, layout.interleave, layout.remat, "execution"
+        key = layout.accumulate, layout.batch_slices, layout.remat, "execution"
         return self.once(key, lambda: self._execution(layout))
 
     def _execution(self, layout: Layout) -> Execution:

@@ -174,14 +174,14 @@ class Plans(Printed, Plain):
 
     def why_not(
         self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
-        accumulate: int = 1, interleave: int = 1,
+        accumulate: int = 1, batch_slices: int = 1,
     ) -> str:  # fmt: skip
         """Explain why a layout is not the best plan.
 
         Args:
           mesh: `fsdp=8,tensor=8`, or a `MeshSpec`.
           strategy: as text or as a value. None selects the fastest candidate on the mesh.
-          remat, accumulate, interleave: options of the step.
+          remat, accumulate, batch_slices: options of the step.
 
         Returns:
           The error, the missing memory, or the step time relative to the best plan, with the sources of the rates.
@@ -190,9 +190,9 @@ class Plans(Printed, Plain):
           MeshparError: a text is invalid, the plans were loaded from a file, or step options are given without a
           strategy.
         """
-        if strategy is None and (remat, accumulate, interleave) != (None, 1, 1):
+        if strategy is None and (remat, accumulate, batch_slices) != (None, 1, 1):
             reason, fix = "without a strategy the fastest options are selected", "pass the strategy, too"
-            requested = f"use remat={remat!r}, accumulate={accumulate}, interleave={interleave}"
+            requested = f"use remat={remat!r}, accumulate={accumulate}, batch_slices={batch_slices}"
             raise problem("why_not", requested, reason, fix, code="missing-argument")
         if self.search is None:
             reason, fix = "the file does not contain the model", "call why_not on the result of mp.plan"
@@ -204,7 +204,7 @@ class Plans(Printed, Plain):
             if strategy is None:
                 found = self.search.on_mesh(spec)
             else:
-                options: dict[str, Any] = {"remat": remat, "accumulate": accumulate, "interleave": interleave}
+                options: dict[str, Any] = {"remat": remat, "accumulate": accumulate, "batch_slices": batch_slices}
                 check_options(strategy, StepOptions(**options), tuple(axis for axis, size in spec.items() if size > 1))
                 found = self.search.estimate(Layout(mesh=spec, strategy=strategy, **options))
         except MeshparError as error:
@@ -371,7 +371,7 @@ def _traceable(search: Search, loss: Callable[..., Any], top: int) -> Iterator[F
     is_traceable: dict[Any, bool] = {}
     for found in search.best(4 * top):
         axes = tuple(size > 1 for size in found.layout.mesh.values())
-        key = axes, tuple(map(repr, found.layout.strategy.parts)), found.layout.interleave
+        key = axes, tuple(map(repr, found.layout.strategy.parts)), found.layout.batch_slices
         if key not in is_traceable:
             is_traceable[key] = _traces(search, found.layout, loss)
         if is_traceable[key]:
@@ -386,7 +386,7 @@ def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     batch, variables = batch_of(work.batch, work.rows // layout.accumulate), work.model.abstract()
     try:
         with traced_for(search.cluster), tracing(mesh, layout.strategy):
-            value = value_of(work.model, loss, work.precision, layout.remat, layout.interleave)
+            value = value_of(work.model, loss, work.precision, layout.remat, layout.batch_slices)
             jax.eval_shape(value, variables.params, variables.extra, batch, jax.ShapeDtypeStruct((2,), "uint32"))
     except MeshparError:
         return False

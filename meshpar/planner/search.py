@@ -48,7 +48,7 @@ from meshpar.sharding.types import MeshparError, axes_of_spec, problem
 from meshpar.training.sharding_table import lay_out
 
 SLICES = 2
-"""Number of batch slices in layouts with `interleave`."""
+"""Number of batch slices in layouts with `batch_slices`."""
 MAX_EVALUATED = 120
 """Maximum number of strategies that fit and are evaluated in detail. Each phase of the search evaluates at most twice
 as many strategies, fitting or not."""
@@ -397,7 +397,7 @@ class Search:
                 yield Found(layout=layout, memory=estimate, time=time)
                 can_slice = work.rows % (placed.batch_shards * layout.microbatches * SLICES) == 0 and work.runs_layers
                 if can_slice and time.step_s - sum(time.exposed_s.values()) < below_s:
-                    sliced = dataclasses.replace(layout, interleave=SLICES)
+                    sliced = dataclasses.replace(layout, batch_slices=SLICES)
                     sliced_time = self.clock.estimate(placed, sliced, estimate)
                     if sliced_time.step_s < time.step_s:
                         yield Found(layout=sliced, memory=estimate, time=sliced_time)
@@ -444,15 +444,15 @@ class Search:
     def estimate(self, layout: Layout) -> Found:
         """Return the estimates of a layout, whether it fits or not."""
         check_choice("plan", "a traced remat policy", self.workload.policies, remat=layout.remat)
-        if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
-            requested = f"use remat={layout.remat!r}, interleave={layout.interleave}"
+        if not self.workload.runs_layers and (layout.remat, layout.batch_slices) != (None, 1):
+            requested = f"use remat={layout.remat!r}, batch_slices={layout.batch_slices}"
             reason, fix = "the model does not call meshpar.scan_layers", "remove them, or use scan_layers in the model"
             raise problem(layout.label, requested, reason, fix, code="unsupported-feature")
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
-        pieces = placed.batch_shards * layout.microbatches * layout.interleave
+        pieces = placed.batch_shards * layout.microbatches * layout.batch_slices
         if self.workload.rows % pieces:
-            per_rank = layout.microbatches * layout.interleave
+            per_rank = layout.microbatches * layout.batch_slices
             raise problem(
                 layout.label,
                 f"divide a batch of {self.workload.rows} examples",

@@ -20,6 +20,7 @@ from meshpar.runs.plain import to_plain
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.host_resources import check_unicode
 from meshpar.sharding.mesh import MeshSpec
+from meshpar.training.options import RENAMED
 from meshpar.sharding.types import (
     MeshparError,
     near,
@@ -103,7 +104,8 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
         elsewhere = [inner for inner in _paths(to_plain(value)) if inner.rpartition(".")[2] == name]
         others = " or ".join(f"`{'.'.join((*path, inner))}`" for inner in elsewhere[:3])
         reason, fix = f"{type(value).__name__} has no field `{name}`", f"did you mean {others}?"
-        raise problem(where, "set a field", reason, fix if others else near(name, fields), code="unknown-name")
+        fix = f"it is now `{RENAMED[name]}`" if name in RENAMED else fix if others else near(name, fields)
+        raise problem(where, "set a field", reason, fix, code="unknown-name")
     try:
         return typing.get_type_hints(type(value))[name]
     except NameError:  # an annotation that only a type checker can resolve

@@ -23,7 +23,7 @@ from meshpar.runs.screen import Screen
 from meshpar.sharding.host_resources import read_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import is_int, problem
-from meshpar.training.options import StepOptions
+from meshpar.training.options import RENAMED, StepOptions
 from meshpar.training.state import Setup
 
 RESUMABLE = (
@@ -173,12 +173,15 @@ def changes(
     """Return the fields that differ between results of `to_json`, as dotted path -> (before, after).
 
     `before` may be from an earlier version. `defaults`, from `defaults_of`, has the values of fields that did not exist
-    then. In early versions, the fields of `step` are at the top level.
+    then. In early versions, the fields of `step` are at the top level, and some have other names.
     """
     absent = "(absent)"
     step_fields = {field.name for field in dataclasses.fields(StepOptions)}
     step = {name: value for name, value in before.items() if name in step_fields}
     old, new = dict(_flat({"step": step} | {k: v for k, v in before.items() if k not in step})), dict(_flat(after))
+    for name, new_name in RENAMED.items():
+        if (earlier := f"step.{name}") in old:
+            old[f"step.{new_name}"] = old.pop(earlier)
     # Defaults apply only to configs that the older recipe has.
     configs = {"", *(path.rpartition(".")[0] for path in old)}
     implied = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in configs}

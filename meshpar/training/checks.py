@@ -84,9 +84,9 @@ def check_arrays(state: TrainState) -> None:
 
 
 def check_layers(setup: Setup, options: StepOptions, context: Numerics) -> None:
-    """Check, after the model was traced, that `remat`, `interleave` and `matmul` matched layers and marked arrays."""
-    uses_layers = options.remat is not None or options.interleave > 1
-    where = f"train_step(remat={options.remat!r}, interleave={options.interleave})"
+    """Check, after the model was traced, that `remat`, `batch_slices` and `matmul` matched layers and marked arrays."""
+    uses_layers = options.remat is not None or options.batch_slices > 1
+    where = f"train_step(remat={options.remat!r}, batch_slices={options.batch_slices})"
     reason = "the model marks no layer: it never calls meshpar.scan_layers"
     fix = "run its stacked layers with mp.scan_layers(layer, x, params), or use Flax's own remat"
     is_unused = uses_layers and not context.num_scans

@@ -56,7 +56,7 @@ def described(setup: Sharded, options: StepOptions, **engine: Any) -> Execution:
         sequence_axes=tuple(axis for axis in sizes if axis in sequence),
         context_axes=tuple(axis for axis in sizes if axis in context),
         micro_steps=options.accumulate,
-        batch_slices=options.interleave,
+        batch_slices=options.batch_slices,
         remat=options.remat,
         recomputes=options.remat is not None or any(rule.value is not None for rule in rules.remat),
         compute=precision.compute,

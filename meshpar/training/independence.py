@@ -159,14 +159,14 @@ def examined_trace(
 
 
 def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str | None) -> None:
-    """Check that the loss, or each layer with `interleave`, may be evaluated on parts of the batch.
+    """Check that the loss, or each layer with `batch_slices`, may be evaluated on parts of the batch.
 
     Args:
       loss_fn, options, state: the step and its state.
       batch: the batch of a step.
-      divided: name of the option that divides the batch, or None if only `interleave` does.
+      divided: name of the option that divides the batch, or None if only `batch_slices` does.
     """
-    if options.loss_is == SUM_OVER_PARTS or (divided is None and options.interleave == 1):
+    if options.loss_is == SUM_OVER_PARTS or (divided is None and options.batch_slices == 1):
         return
 
     def read(terms: LossTerms) -> tuple[jax.Array, ...]:  # engines refuse scalars themselves
@@ -175,7 +175,7 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
     result, traced = _examined_and_traced(loss_fn, options, state, batch, read)
     combined, is_layer = result.combined, divided is None
     if divided is None:
-        divided = f"train_step(interleave={options.interleave})"
+        divided = f"train_step(batch_slices={options.batch_slices})"
         combined = min(result.in_layers, key=lambda x: x.kind, default=None)
     elif combined is None and options.loss_is is None and result.divisor > 1:
         _check_not_a_mean(loss_fn, options, state, batch, result.divisor, divided)
@@ -240,7 +240,7 @@ def _refusal(combined: Combined, divided: str, *, is_weight: bool = False, is_la
         reason = f"the loss combines examples: {combined.why}"
         fix = f"use ddp() or fsdp() with accumulate=1, which evaluate it on the global batch, or {parts}"
         if is_layer:
-            reason, fix = f"a layer combines examples: {combined.why}", f"use interleave=1, or {parts}"
+            reason, fix = f"a layer combines examples: {combined.why}", f"use batch_slices=1, or {parts}"
         if is_weight:
             reason = f"the weight of the MeanLoss is not a sum over examples: {combined.why}"
             fix = "return a sum as the weight, such as mask.sum(); the loss is 0 if it is 0"

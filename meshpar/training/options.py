@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import LossIs
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.remat import check_remat
 from meshpar.sharding.printing import with_field_docs
-from meshpar.sharding.types import check_choice, check_positive_int, problem
+from meshpar.sharding.types import check_choice, check_positive_int, near, problem
 
+RENAMED = {"interleave": "batch_slices"}
+"""Earlier names of options, for the hint in errors and for recipes of earlier runs."""
 ReduceGradients: TypeAlias = Literal["each_microbatch", "once_across_groups", "once"]
 
 
@@ -51,7 +53,7 @@ class StepOptions:
 
     `+` joins policies. The decoders of meshpar mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up`
     and `mlp_out`."""
-    interleave: int = 1
+    batch_slices: int = 1
     """Number of slices of the local batch. Layers compute the slices independently, so that messages of the first
     slice (tensor or expert parallelism) overlap with matmuls of the second.
 
@@ -78,9 +80,17 @@ class StepOptions:
     """Compile options, as names of XLA flags without dashes. They override the defaults for GPUs and the options of the
     strategy."""
 
+    def __new__(cls, **options: Any) -> StepOptions:
+        """Check the names of the options."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options.keys() - known:
+            fix = f"it is now `{RENAMED[name]}`" if name in RENAMED else near(name, known)
+            raise problem(f"train_step({name}=...)", "set it", "a step has no such option", fix, code="unknown-name")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
-        check_positive_int("train_step", "the number of batch slices", interleave=self.interleave)
+        check_positive_int("train_step", "the number of batch slices", batch_slices=self.batch_slices)
         modes = ("each_microbatch", "once_across_groups", "once", None)
         check_choice(
             "train_step", "the time at which gradients are reduced", modes, reduce_gradients=self.reduce_gradients
@@ -97,10 +107,10 @@ class StepOptions:
     @property
     def batch_parts(self) -> tuple[int, str]:
         """Number of parts of the local batch that are computed separately, and their name in errors."""
-        if self.interleave == 1:
+        if self.batch_slices == 1:
             return self.accumulate, "micro-steps"
-        unit = f"slices (accumulate={self.accumulate}, interleave={self.interleave})"
-        return self.accumulate * self.interleave, unit
+        unit = f"slices (accumulate={self.accumulate}, batch_slices={self.batch_slices})"
+        return self.accumulate * self.batch_slices, unit
 
     @property
     def is_once(self) -> bool:

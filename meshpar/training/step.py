@@ -173,7 +173,7 @@ class TrainStep(_Program):
         check_parts(self.loss_fn, options, state, batch, divided)
 
     def _numerics(self) -> contextlib.AbstractContextManager[Numerics]:
-        return numerics(self.options.precision, self.options.remat, self.options.interleave)
+        return numerics(self.options.precision, self.options.remat, self.options.batch_slices)
 
     def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         check_parameters(setup, self.options.precision)
@@ -261,7 +261,7 @@ def train_step(loss_fn: LossFn, **options: Any) -> TrainStep:
       loss_fn: `(model, batch, key) -> (loss, metrics)`. The loss is `mp.MeanLoss(total, weight)`, `mp.SumLoss(total)`
         or a scalar. Metrics are a dict of scalars. Floats are means with the weight of the loss, integers are counts.
         `model` is the NNX module, the bound Linen module, or `apply` with its parameters.
-      **options: fields of `mp.StepOptions`: `accumulate`, `reduce_gradients`, `precision`, `remat`, `interleave`,
+      **options: fields of `mp.StepOptions`: `accumulate`, `reduce_gradients`, `precision`, `remat`, `batch_slices`,
         `nonfinite`, `loss_is` and `xla`.
 
     Returns:

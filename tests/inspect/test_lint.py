@@ -96,7 +96,7 @@ def test_small_messages_are_one_finding_per_axis(compiled, name, axis, module):
     (finding,) = (one for one in found if f"messages over {axis} adds" in one.what)
     assert module in finding.module
     assert f"use fewer shards over {axis}" in finding.fix
-    assert ("interleave=2" in finding.fix) == (axis == "tensor")
+    assert ("batch_slices=2" in finding.fix) == (axis == "tensor")
     lost_s = sum(one.lost_s for one in times.collectives if one.collective.axes_label == axis)
     assert f"({lost_s / times.step_s:.0%})" in finding.what
     assert len({one.what for one in found}) == len(found) <= len(times.network_s)

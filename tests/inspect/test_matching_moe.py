@@ -309,7 +309,7 @@ def test_batch_slices_scatter_each_gradient_once(request):
     )
     sent = []
     for count in (1, 2):
-        case = dataclasses.replace(case, step={"remat": "full", "interleave": count})
+        case = dataclasses.replace(case, step={"remat": "full", "batch_slices": count})
         scattered = [one for one in compiled(case, request)[0] if one.kind == "reduce-scatter"]
         sent.append(sum(one.bytes_sent_per_step for one in scattered))
     assert sent[0] == sent[1]

@@ -57,7 +57,7 @@ class Case:
     curved: bool = False
     """Whether the gradient of a weight depends on the weight."""
     experts: bool = False
-    interleave: int = 1
+    batch_slices: int = 1
     matmul: str | None = None
 
     @property
@@ -68,10 +68,10 @@ class Case:
     def step(self, mesh, size=1, rows=None):
         """Return step, state and batch with sizes multiplied by `size`."""
         model, loss, batch = (decoder if self.deep else matmuls)(self, size)
-        rows = rows or self.microbatches * self.interleave * mesh.size
+        rows = rows or self.microbatches * self.batch_slices * mesh.size
         batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in batch.items()}
         state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=self.strategy)
-        asked = {"remat": self.remat, "interleave": self.interleave}
+        asked = {"remat": self.remat, "batch_slices": self.batch_slices}
         return (
             mp.train_step(loss, precision=mp.Precision(compute=self.compute, matmul=self.matmul), **asked),
             state,
@@ -123,7 +123,7 @@ CASES = {
     "microbatch, read by W": Case(
         mp.MeshSpec(stage=2, fsdp=2), "zb-h1", 4, mp.fsdp(), "microbatch", deep=False, curved=True
     ),
-    "slices": Case(mp.MeshSpec(stage=2, tensor=2), "eager-1f1b", 2, mp.tensor_parallel(sequence=True), interleave=2),
+    "slices": Case(mp.MeshSpec(stage=2, tensor=2), "eager-1f1b", 2, mp.tensor_parallel(sequence=True), batch_slices=2),
 }  # fmt: skip
 MORE = {
     "1f1b, tensor": Case(mp.MeshSpec(stage=4, tensor=2), "1f1b", 8, mp.tensor_parallel()),
@@ -134,9 +134,9 @@ MORE = {
     "eager": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "eager-1f1b", 4,
                   mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", remat="full"),
     "slices, whole": Case(mp.MeshSpec(stage=2, data=2, tensor=2), "zb-h1", 4, mp.ddp() | mp.tensor_parallel(),
-                          remat="full", interleave=2),
+                          remat="full", batch_slices=2),
     "slices, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 4,
-                         mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", interleave=2),
+                         mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", batch_slices=2),
     "zero1": Case(mp.MeshSpec(stage=2, fsdp=4), "gpipe", 2, mp.zero1()),
     "hsdp": Case(mp.MeshSpec(data=2, stage=2, fsdp=2), "zb-h2", 4, mp.hsdp()),
     "microbatch, decoder": Case(

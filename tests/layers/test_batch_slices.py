@@ -1,4 +1,4 @@
-"""`interleave`: results equal those without slices; communication; errors."""
+"""`batch_slices`: results equal those without slices; communication; errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AHEAD = "fsdp(prefetch=1) | tensor_parallel(sequence=True)"
 @pytest.mark.matrix
 def test_quantized_fsdp_with_slices():
     spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(quantize="int8") | mp.tensor_parallel()
-    full, sliced = (dense.five_steps("nnx", "float32", spec, strategy, {"interleave": count}) for count in (1, 2))
+    full, sliced = (dense.five_steps("nnx", "float32", spec, strategy, {"batch_slices": count}) for count in (1, 2))
     np.testing.assert_allclose(sliced.losses, full.losses, rtol=1e-2)  # gradients have 8 bits
 
 
@@ -53,7 +53,7 @@ def test_segments_are_sliced_with_the_batch():
     segments = (np.arange(seq)[None] >= rng.integers(1, seq, (rows, 1))).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "weights": 1 - segments}
     full, model = train(model_of("nnx", CONFIG, rows, seq), [batch], mp.MeshSpec(), mp.ddp(), loss=loss), CONFIG.build()
-    sliced = train(model, [batch], mp.MeshSpec(fsdp=4), mp.fsdp(), start=full.start, loss=loss, interleave=2)
+    sliced = train(model, [batch], mp.MeshSpec(fsdp=4), mp.fsdp(), start=full.start, loss=loss, batch_slices=2)
     np.testing.assert_allclose(sliced.losses, full.losses, rtol=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_slices_refuse_routers_whose_sums_are_lost():
         y, stats = moe_layer(x, weights, MoEConfig(routing=routing, mlp_dim=2, auxiliary_weight=0.1))
         return y, mp.Aux(stats.loss, {})
 
-    with raises("unsupported-feature", "interleave=2"):
+    with raises("unsupported-feature", "batch_slices=2"):
         run(functools.partial(layer, {}), x, 2)
     with raises("unsupported-feature", "moe_layer"):
         run(functools.partial(layer, {"capacity_factor": 1.0}), x, 2)
@@ -143,7 +143,7 @@ def test_slicing_needs_no_communication():
 def test_collectives_are_as_expected(mesh, strategy):
     model = CONFIG.build()
     state = mp.init_state(model, optax.adam(1e-2), mesh=mesh_of(mesh), strategy=parse_strategy(strategy), key=0)
-    step = mp.train_step(mp.models.next_token_loss, interleave=2, remat="full")
+    step = mp.train_step(mp.models.next_token_loss, batch_slices=2, remat="full")
     batch = {name: np.zeros((8, 8), np.int32) for name in ("inputs", "targets")}
     assert mp.explain(step, state, batch).is_as_expected
 
@@ -154,7 +154,7 @@ def test_collectives_are_as_expected(mesh, strategy):
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
 def test_interleave_must_be_a_positive_integer(count):
     with raises("not-an-int", "train_step"):
-        mp.train_step(lambda *_: None, interleave=count)
+        mp.train_step(lambda *_: None, batch_slices=count)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_interleave_must_be_a_positive_integer(count):
 def test_batch_must_be_divisible(mesh, strategy, num_rows, options, multiple):
     batch = {name: np.zeros((num_rows, 4), np.int32) for name in ("inputs", "targets")}
     state = mp.init_state(CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mesh), strategy=strategy, key=0)
-    with pytest.raises(mp.MeshparError, match=f"{options}, interleave=2") as error:
-        mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
+    with pytest.raises(mp.MeshparError, match=f"{options}, batch_slices=2") as error:
+        mp.train_step(mp.models.next_token_loss, batch_slices=2)(state, batch)
     assert f"batch of {multiple}" in error.value.fix
 
 
@@ -182,8 +182,8 @@ def test_model_must_call_scan_layers():
     def loss(model, batch, key):
         return jnp.mean(model(batch)), {}
 
-    with pytest.raises(mp.MeshparError, match="interleave=2.*never calls meshpar.scan_layers"):
-        mp.train_step(loss, interleave=2)(state, np.ones((8, 4), np.float32))
+    with pytest.raises(mp.MeshparError, match="batch_slices=2.*never calls meshpar.scan_layers"):
+        mp.train_step(loss, batch_slices=2)(state, np.ones((8, 4), np.float32))
 
 
 def test_first_dim_of_x_must_be_the_batch():
@@ -192,26 +192,26 @@ def test_first_dim_of_x_must_be_the_batch():
     def layer(x, params):
         return x * params["w"]
 
-    with constrain_module_outputs(4, shard_batch=False), raises("wrong-shape", "interleave"):
+    with constrain_module_outputs(4, shard_batch=False), raises("wrong-shape", "batch_slices"):
         run(layer, jnp.ones((6, 2)), 2)
-    with raises("unsupported-feature", "interleave"):
+    with raises("unsupported-feature", "batch_slices"):
         jax.vmap(lambda x: run(layer, x, 2))(jnp.ones((4, 6, 2)))
 
 
 @pytest.mark.parametrize("per_example", [jnp.float32(2), jnp.ones((2, 1)), (jnp.ones((4, 1)), 3)])
 def test_per_example_needs_the_batch_or_size_1(per_example):
-    with raises("wrong-shape", "interleave"):
+    with raises("wrong-shape", "batch_slices"):
         run(lambda x, params, per_example: x, jnp.ones((4, 2)), 2, per_example=per_example)
 
 
 def test_closures_over_the_batch_are_explained():
     batch = jnp.ones((4, 2))
-    with raises("wrong-shape", "interleave") as error:
+    with raises("wrong-shape", "batch_slices") as error:
         run(lambda x, params: x * batch, batch, 2)
     assert "scan_layers(per_example=...)" in error.value.fix
 
 
 @pytest.mark.parametrize(("x", "code"), [(jnp.ones((3, 2)), "indivisible"), (jnp.ones(()), "wrong-shape")])
 def test_x_must_be_divisible(x, code):
-    with raises(code, "interleave"):
+    with raises(code, "batch_slices"):
         run(lambda x, params: x * params["w"], x, 2)

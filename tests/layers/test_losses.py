@@ -55,7 +55,7 @@ ENGINES = {
     "zb-v": Engine(
         {"fsdp": 2, "stage": 2}, mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-v") | mp.fsdp(min_bytes=0)
     ),
-    "interleaved": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0), {"accumulate": 2, "interleave": 2, "remat": "full"}),
+    "interleaved": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0), {"accumulate": 2, "batch_slices": 2, "remat": "full"}),
     "prefetched": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0, prefetch=1), {"accumulate": 2}),
 }
 WHOLE = {"sharded": Engine({"data": 2, "fsdp": 4}, mp.hsdp(min_bytes=0))}

@@ -252,10 +252,10 @@ ROUTER_FAULTS = {
         words="step 1 with other tokens in the padding",
     ),
     "router losses are means over slices": Fault(
-        "layers.batch_slices", "if totals.sums is not None:", "if False:", "data=1; ddp(); interleave=2",
+        "layers.batch_slices", "if totals.sums is not None:", "if False:", "data=1; ddp(); batch_slices=2",
     ),
     "a right router": Fault("layers.batch_slices", "num_layers: int = 0", "num_layers: int = 0",
-                            "data=2; ddp(); interleave=2", words=""),
+                            "data=2; ddp(); batch_slices=2", words=""),
 }  # fmt: skip
 
 

@@ -94,13 +94,13 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " step.accumulate=1"),
         (B8, "h100:8x8",
          "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=16,tensor=4 step.remat=full"
-         " batch_size=64 step.accumulate=1 step.interleave=2"),
+         " batch_size=64 step.accumulate=1 step.batch_slices=2"),
         (B8, "h100:4x8",
          "strategy=fsdp()|tensor_parallel() mesh=fsdp=8,tensor=4 step.remat=dots batch_size=32 step.accumulate=1"
-         " step.interleave=2"),
+         " step.batch_slices=2"),
         (B8, "h100:4x8",
          "strategy=fsdp(axis=('fsdp','context'))|context_parallel(kind='all-to-all') mesh=fsdp=8,context=4"
-         " step.remat=full step.accumulate=1 batch_size=16 step.interleave=2"),
+         " step.remat=full step.accumulate=1 batch_size=16 step.batch_slices=2"),
         (B8, "h100:2x8",
          "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=none model.num_layers=8 batch_size=32 step.accumulate=2"),
         (B8, "h100:2x8", "strategy=fsdp() mesh=fsdp=16 step.remat=minimal batch_size=32 step.accumulate=2"),
@@ -119,7 +119,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " mesh=stage=8,fsdp=4,tensor=8 step.remat=full step.accumulate=1 batch_size=64"),
         ("mixtral_8x7b", "h100:16x8",
          "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=4 batch_size=128 step.accumulate=1"),
-        ("llama3_405b", "h100:512x8", "step.interleave=2"),
+        ("llama3_405b", "h100:512x8", "step.batch_slices=2"),
         # Attention without a library kernel.
         (B8, "h100:8x8", "step.remat=minimal step.accumulate=2 strategy=fsdp(prefetch=1) batch_size=256"
          " model.attention=blockwise"),
@@ -141,25 +141,25 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " mesh=data=4,stage=4,tensor=4 step.remat=full step.accumulate=1 batch_size=128"),
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=32,schedule='eager-1f1b')|zero1()|tensor_parallel(sequence=True)"
-         " mesh=data=4,stage=4,tensor=4 step.remat=full step.accumulate=1 batch_size=256 step.interleave=2"),
+         " mesh=data=4,stage=4,tensor=4 step.remat=full step.accumulate=1 batch_size=256 step.batch_slices=2"),
         (B8, "h100:8x8",
          "strategy=pipeline_parallel(stages=4,microbatches=16,schedule='eager-1f1b',chunks=2)|fsdp()"
          " mesh=stage=4,fsdp=16 step.remat=full step.accumulate=1 batch_size=256"),
         (B8, "h100:2x8",
-         "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=full batch_size=32 step.accumulate=1 step.interleave=2"),
+         "strategy=fsdp(prefetch=1) mesh=fsdp=16 step.remat=full batch_size=32 step.accumulate=1 step.batch_slices=2"),
         (B8, "h100:2x8",
          "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=4 step.remat=dots"
-         " model.num_layers=16 batch_size=16 step.accumulate=1 step.interleave=2"),
+         " model.num_layers=16 batch_size=16 step.accumulate=1 step.batch_slices=2"),
     )
 )  # fmt: skip
-"""A recipe, a cluster, and fields of the recipe; `step.interleave` is 1 unless set here."""
+"""A recipe, a cluster, and fields of the recipe; `step.batch_slices` is 1 unless set here."""
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
     from meshpar.cli.explain_command import Subject
     from meshpar.inspect.explain import explain
 
-    path, fields_set = str(RECIPES / f"{recipe}.py"), ("step.interleave=1", *fields)
+    path, fields_set = str(RECIPES / f"{recipe}.py"), ("step.batch_slices=1", *fields)
     subject = Subject.of(path, cluster, layout=(), assignments=fields_set, shapes=None)
     report = explain(*subject.step_and_state(), dict(subject.batch), subject.cluster, pod=pod, advise=False)
     totals = report.to_json()["totals"].items()

@@ -132,7 +132,7 @@ def documents(padding: int | None) -> dict[str, np.ndarray]:
 PADDED = {
     "one": (ONE, {}),
     "experts": ((mp.MeshSpec(fsdp=2, expert=2), mp.fsdp() | mp.expert_parallel()), {}),
-    "slices": ((mp.MeshSpec(expert=4), mp.expert_parallel()), {"interleave": 2}),
+    "slices": ((mp.MeshSpec(expert=4), mp.expert_parallel()), {"batch_slices": 2}),
     "all": (SHARDED, {}),
     "context": ((mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel()), {}),
     "stages": ((mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=1, schedule="gpipe")), {}),

@@ -155,7 +155,7 @@ def test_tensor_axes_stay_inside_a_node(small):
 def test_batch_slices_share_the_memory_of_recomputed_activations(small):
     """With two slices, prefetched layers recompute half of the activations at a time, and have one more gradient."""
     one, two, plain = (
-        placed_on(small, {"fsdp": 8}, strategy, remat="full", interleave=slices)[2]
+        placed_on(small, {"fsdp": 8}, strategy, remat="full", batch_slices=slices)[2]
         for strategy, slices in (("fsdp(prefetch=1)", 1), ("fsdp(prefetch=1)", 2), ("fsdp()", 1))
     )
     recomputed = one.head_bytes - plain.head_bytes
@@ -184,11 +184,11 @@ def test_8_bit_matmuls_take_half_of_the_time(small):
 
 
 def test_plans_without_a_field_have_its_default(small):
-    layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(), remat="full", accumulate=4, interleave=2)
+    layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(), remat="full", accumulate=4, batch_slices=2)
     data = layout.to_json()
     assert Layout.from_json(data) == layout
-    del data["interleave"]  # as in files of earlier versions
-    assert Layout.from_json(data) == dataclasses.replace(layout, interleave=1)
+    del data["batch_slices"]  # as in files of earlier versions
+    assert Layout.from_json(data) == dataclasses.replace(layout, batch_slices=1)
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "ranks", "replicas"), [
@@ -229,7 +229,7 @@ def estimated(case):
     """Estimate memory and time of a compiled case."""
     cluster = parse_cluster(case["cluster"])
     recipe = load_recipe(ROOT / "recipes" / f"{case['recipe']}.py", devices=cluster.num_devices)
-    recipe = recipe.override("step.interleave=1", *case["fields"])
+    recipe = recipe.override("step.batch_slices=1", *case["fields"])
     batch, options = recipe.data.batch_shapes(recipe.batch_size), recipe.step
     remat = None if options.remat in POLICIES else options.remat
     key = f"{recipe.model} {remat} {batch['inputs'].shape[1]}"
@@ -244,7 +244,7 @@ def estimated(case):
     work = dataclasses.replace(_DESCRIBED[key], batch=batch, rows=rows, tokens=rows * batch["inputs"].shape[1])
     sizes = recipe.mesh.resolve(cluster.num_devices)
     count = 1 if recipe.strategy.pipeline else options.accumulate
-    cut = {"remat": options.remat, "accumulate": count, "interleave": options.interleave}
+    cut = {"remat": options.remat, "accumulate": count, "batch_slices": options.batch_slices}
     layout = Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut)
     placed = Placer(work).place(sizes, recipe.strategy)
     held = memory.estimate(placed, layout)
@@ -467,7 +467,7 @@ def test_interleaved_slices_send_more_only_for_gradients(small):
     """Each slice reduces its gradients, also with prefetched layers."""
     for strategy in ("fsdp(min_bytes=0)", "fsdp(min_bytes=0, prefetch=1)"):
         strategy = mp.parallel.parse_strategy(f"{strategy} | tensor_parallel()")
-        cut = [Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=strategy, interleave=slices) for slices in (1, 2)]
+        cut = [Layout(mesh=mp.MeshSpec(fsdp=4, tensor=2), strategy=strategy, batch_slices=slices) for slices in (1, 2)]
         search = Search(small, parse_cluster("h100:1x8"))
         whole, sliced = (search.estimate(layout) for layout in cut)
         assert sliced.memory.state_bytes == whole.memory.state_bytes
@@ -476,8 +476,8 @@ def test_interleaved_slices_send_more_only_for_gradients(small):
         stacked = sum(leaf.size for leaf in small.leaves if leaf.num_layers > 1 and leaf.layer_ndim > 1) / 2
         more = sliced.time.sent_bytes["fsdp"] - whole.time.sent_bytes["fsdp"]
         assert more == pytest.approx(4 * stacked * 3 / 4, rel=0.01)
-    with raises("indivisible", "interleave=8"):
-        search.estimate(dataclasses.replace(cut[0], interleave=8))
+    with raises("indivisible", "batch_slices=8"):
+        search.estimate(dataclasses.replace(cut[0], batch_slices=8))
 
 
 @pytest.mark.matrix
@@ -576,7 +576,7 @@ def exhaustive(search):
         for strategy in search.strategies(sizes):
             counts = (1,) if strategy.pipeline else (1, 2, 4)
             for remat, count, slices in itertools.product(POLICIES, counts, (1, 2)):
-                cut = {"remat": remat, "accumulate": count, "interleave": slices}
+                cut = {"remat": remat, "accumulate": count, "batch_slices": slices}
                 layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, **cut)
                 try:
                     placed = search.placer.place(sizes, strategy)
@@ -611,15 +611,15 @@ def test_search_interleaves_where_it_is_faster(small):
         placed = search.placer.place(dict(mp.MeshSpec(**mesh)), strategy)
         found = {}
         for one in search.of(placed):
-            found.setdefault((one.layout.remat, one.layout.accumulate), {})[one.layout.interleave] = one.time.step_s
+            found.setdefault((one.layout.remat, one.layout.accumulate), {})[one.layout.batch_slices] = one.time.step_s
         assert set().union(*found.values()) == slices
         assert all(of.get(2, 0) < of[1] for of in found.values())
         beaten = search.of(placed, below_s=0.0)  # no slices if the time without messages is above the limit
-        assert {one.layout.interleave for one in beaten} == {1}
+        assert {one.layout.batch_slices for one in beaten} == {1}
     for rows in (8, 4100):  # one example per part, and a batch that two slices do not divide
         search = Search(with_rows(small, rows), parse_cluster("h100:1x8"))
         placed = search.placer.place(dict(mp.MeshSpec(fsdp=4, tensor=2)), mp.fsdp() | mp.tensor_parallel())
-        assert all(rows % (4 * one.layout.accumulate * one.layout.interleave) == 0 for one in search.of(placed))
+        assert all(rows % (4 * one.layout.accumulate * one.layout.batch_slices) == 0 for one in search.of(placed))
 
 
 @pytest.mark.matrix
@@ -630,7 +630,7 @@ def test_interleave_overlaps_only_communication_in_layers():
     placed = search.placer.place(dict(layout.mesh), layout.strategy)
     assert placed.execution(layout).exchanges_rows
     whole, sliced = (
-        search.estimate(dataclasses.replace(layout, interleave=slices)).time.exposed_s for slices in (1, 2)
+        search.estimate(dataclasses.replace(layout, batch_slices=slices)).time.exposed_s for slices in (1, 2)
     )
     assert sliced["fsdp"] >= whole["fsdp"] * (1 - 1e-9)
 
@@ -639,7 +639,7 @@ def test_interleave_overlaps_only_communication_in_layers():
 def test_interleaved_plan_is_traced_with_interleave():
     config = dataclasses.replace(mp.models.llama3_8b(), attention="blockwise")
     found = mp.plan(config, tokens(512, 8192), "h100:8x8", top=24)
-    assert {one.layout.interleave for one in found} == {1, 2}
+    assert {one.layout.batch_slices for one in found} == {1, 2}
 
 
 def test_model_without_scan_layers_is_not_interleaved():
@@ -658,8 +658,8 @@ def test_model_without_scan_layers_is_not_interleaved():
     rows = {"x": jax.ShapeDtypeStruct((2**16, 256), np.float32)}
     found = mp.plan(model, rows, "h100:1x8", loss=lambda model, batch, key: (model(batch["x"]).mean(), {}), top=40)
     assert any("tensor_parallel" in one.layout.label for one in found)
-    assert {(one.layout.remat, one.layout.interleave) for one in found} == {(None, 1)}
-    for cut in ({"remat": "full"}, {"interleave": 2}):
+    assert {(one.layout.remat, one.layout.batch_slices) for one in found} == {(None, 1)}
+    for cut in ({"remat": "full"}, {"batch_slices": 2}):
         assert "does not call meshpar.scan_layers" in found.why_not(mesh="data=8", strategy="ddp()", **cut)
 
 
@@ -668,7 +668,7 @@ def test_interleaved_matmuls_use_the_rate_of_their_size(small):
     """The cluster profile has lower rates for smaller matmuls. Blocks of experts are also per slice."""
     cluster = dataclasses.replace(parse_cluster("h100:1x8"), products={64: 1e13, 8192: 1e15})
     mesh, parts = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()
-    whole, sliced = (Layout(mesh=mesh, strategy=parts, interleave=slices) for slices in (1, 2))
+    whole, sliced = (Layout(mesh=mesh, strategy=parts, batch_slices=slices) for slices in (1, 2))
     search = Search(small, cluster)
     placed = search.placer.place(dict(mesh), parts)
     assert matmul_size(placed.execution(whole)) / matmul_size(placed.execution(sliced)) == pytest.approx(2 ** (1 / 3))
@@ -676,7 +676,7 @@ def test_interleaved_matmuls_use_the_rate_of_their_size(small):
     search = Search(workload(MOE, 64, 64), parse_cluster("h100:1x8"))
     mesh, parts = mp.MeshSpec(data=4, expert=2), mp.ddp() | mp.expert_parallel()
     whole, sliced = (
-        search.estimate(Layout(mesh=mesh, strategy=parts, interleave=slices)).time.memory_s for slices in (1, 2)
+        search.estimate(Layout(mesh=mesh, strategy=parts, batch_slices=slices)).time.memory_s for slices in (1, 2)
     )
     assert sliced > whole
 
@@ -917,7 +917,7 @@ STAGES = {"mesh": "stage=2,fsdp=4", "strategy": "pipeline_parallel(stages=2,micr
         ({**STAGES, "strategy": STAGES["strategy"].replace("fsdp()", "fsdp(prefetch=1)")}, "Remove prefetch"),
         ({**STAGES, "strategy": STAGES["strategy"].replace("fsdp()", "fsdp(quantize='int8')")}, "quantize with"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "accumulate": 0}, "train_step: cannot set accumulate=0"),
-        ({"mesh": "fsdp=8", "strategy": "fsdp()", "interleave": "2"}, "interleave='2'"),
+        ({"mesh": "fsdp=8", "strategy": "fsdp()", "batch_slices": "2"}, "batch_slices='2'"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "remat": "save:x"}, "must be one of None, "),
     ],
 )
@@ -1063,11 +1063,11 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert (code, error) == (0, "")
     (best,), (run,) = json.loads(out)["plans"], json.loads(out)["runs"]
     assert (run["tokens"], run["cost"]) == (1e12, pytest.approx(2 * run["gpu_hours"]))
-    found = with_plan(load_recipe(recipe).override("step.interleave=2"), file)  # the plan has no slices
+    found = with_plan(load_recipe(recipe).override("step.batch_slices=2"), file)  # the plan has no slices
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
     assert (found.step.remat, found.step.accumulate) == (best["layout"]["remat"], best["layout"]["accumulate"])
-    assert found.step.interleave == 1
+    assert found.step.batch_slices == 1
     on_8 = ("plan", recipe, "--cluster", "h100:1x8")
     for words, text in (
         ((*on_8, "--set=step.accumulate=2"), "cannot set `step.accumulate`"),
@@ -1155,7 +1155,7 @@ def test_recipes_use_a_layout_close_to_the_best(name, cluster):
     )
     search = Search(work, cluster)
     assert search.limit_bytes == 0.9 * cluster.gpu.memory_bytes
-    cut = {"remat": recipe.step.remat, "accumulate": recipe.step.accumulate, "interleave": recipe.step.interleave}
+    cut = {"remat": recipe.step.remat, "accumulate": recipe.step.accumulate, "batch_slices": recipe.step.batch_slices}
     taken = search.estimate(Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut))
     best = search.best(1)[0]
     assert taken.memory.peak_bytes <= search.limit_bytes

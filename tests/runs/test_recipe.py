@@ -468,3 +468,18 @@ def test_optax_accepts_any_optimizer():
     updates, _ = tx.update(params, tx.init(params), params)
     np.testing.assert_allclose(updates["w"], -0.25)
     assert recipe.to_json()["optimizer"]["type"] == "Optax"
+
+
+def test_renamed_option_is_named_in_the_error() -> None:
+    for call in (lambda: mp.StepOptions(interleave=2), lambda: small().override("step.interleave=2")):
+        with raises("unknown-name") as error:
+            call()
+        assert error.value.fix == "it is now `batch_slices`"
+
+
+def test_recipe_of_an_earlier_run_has_the_earlier_name_of_an_option() -> None:
+    recipe = small(step=mp.StepOptions(batch_slices=2))
+    before = recipe.to_json()
+    before["step"]["interleave"] = before["step"].pop("batch_slices")
+    assert changes(before, recipe.to_json(), defaults_of(recipe)) == {}
+    assert changes(before, small().to_json(), defaults_of(recipe)) == {"step.batch_slices": (2, 1)}

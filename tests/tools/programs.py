@@ -50,9 +50,9 @@ SMALL_CASES = {
     "accumulate_once": "strategy=fsdp() mesh=fsdp=8 step.accumulate=2 step.reduce_gradients=once",
     "accumulate_prefetch": "strategy=fsdp(prefetch=1) mesh=fsdp=8 step.accumulate=2",
     "accumulate_int8": "strategy=fsdp(quantize='int8') mesh=fsdp=8 step.accumulate=2",
-    "slices": "strategy=fsdp() mesh=fsdp=8 step.interleave=2",
-    "slices_tensor": "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=2 step.interleave=2",
-    "slices_prefetch": "strategy=fsdp(prefetch=1) mesh=fsdp=8 step.interleave=2",
+    "slices": "strategy=fsdp() mesh=fsdp=8 step.batch_slices=2",
+    "slices_tensor": "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=2 step.batch_slices=2",
+    "slices_prefetch": "strategy=fsdp(prefetch=1) mesh=fsdp=8 step.batch_slices=2",
     "remat_full": "strategy=fsdp() mesh=fsdp=8 step.remat=full",
     "remat_dots": "strategy=fsdp()|tensor_parallel() mesh=fsdp=4,tensor=2 step.remat=dots",
     "remat_minimal": "strategy=fsdp() mesh=fsdp=8 step.remat=minimal",
@@ -70,14 +70,15 @@ SMALL_CASES = {
     "stages_fsdp_tensor": "strategy=pipeline_parallel(stages=2,microbatches=4)|fsdp()|tensor_parallel()"
     " mesh=stage=2,fsdp=2,tensor=2",
     "stages_zero1": "strategy=pipeline_parallel(stages=2,microbatches=4,schedule='zb-h1')|zero1() mesh=stage=2,fsdp=4",
-    "stages_slices": "strategy=pipeline_parallel(stages=2,microbatches=2)|ddp() mesh=stage=2,data=4 step.interleave=2",
+    "stages_slices": "strategy=pipeline_parallel(stages=2,microbatches=2)|ddp() mesh=stage=2,data=4"
+    " step.batch_slices=2",
 }  # fmt: skip
 MOE_CASES = {
     "moe_ddp": "strategy=ddp() mesh=data=8",
     "moe_experts": "strategy=fsdp()|expert_parallel() mesh=fsdp=2,expert=4",
     "moe_experts_tensor": "strategy=fsdp()|expert_parallel()|tensor_parallel() mesh=fsdp=2,expert=2,tensor=2",
     "moe_accumulate": "strategy=fsdp()|expert_parallel() mesh=fsdp=2,expert=4 step.accumulate=2",
-    "moe_slices": "strategy=fsdp()|expert_parallel() mesh=fsdp=2,expert=4 step.interleave=2",
+    "moe_slices": "strategy=fsdp()|expert_parallel() mesh=fsdp=2,expert=4 step.batch_slices=2",
     "moe_remat": "strategy=fsdp()|expert_parallel() mesh=fsdp=2,expert=4 step.remat=full",
     "moe_stages": "strategy=pipeline_parallel(stages=2,microbatches=2,schedule='dualpipe-v')|fsdp()|expert_parallel()"
     " mesh=stage=2,fsdp=2,expert=2",

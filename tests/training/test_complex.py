@@ -85,7 +85,7 @@ RUNS = {
     "accumulated": (mp.MeshSpec(fsdp=4), mp.zero1(min_bytes=0), {"accumulate": 2}),
     "once": (mp.MeshSpec(data=4), mp.ddp(), {"accumulate": 2, "reduce_gradients": "once"}),
     "prefetch": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0, prefetch=1), {}),
-    "slices": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"interleave": 2}),
+    "slices": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"batch_slices": 2}),
     "1f1b": (mp.MeshSpec(stage=2, data=2), mp.pipeline_parallel(**STAGES) | mp.ddp(), {}),
     "zb-h1": (
         mp.MeshSpec(stage=2, fsdp=2),

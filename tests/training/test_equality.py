@@ -61,26 +61,26 @@ GRID = {
         "stage=2,fsdp=2,tensor=2", staged(2, 4, FSDP_TENSOR), {"remat": "save:attention,mlp_out"},
     ),
     # Slices of the batch
-    "slices": ("fsdp=8", "fsdp()", {"interleave": 2}),
-    "slices, ddp": ("data=8", "ddp()", {"interleave": 2}),
-    "slices, zero1": ("fsdp=4,tensor=2", "zero1() | tensor_parallel()", {"interleave": 2}),
-    "slices, hsdp": ("data=2,fsdp=2,tensor=2", "hsdp() | tensor_parallel()", {"interleave": 2}),
-    "slices, prefetch": ("fsdp=4,tensor=2", AHEAD, {"interleave": 2, "remat": "full"}),
-    "slices, prefetch, offload": ("fsdp=4,tensor=2", AHEAD, {"interleave": 2, "remat": "dots+offload:attention"}),
-    "slices, once": ("fsdp=2,tensor=2", "fsdp()", {"interleave": 2, **ONCE}),
-    "slices, ring": ("fsdp=2,context=4", "fsdp() | context_parallel()", {"interleave": 2}),
-    "slices, heads": ("fsdp=2,context=4", "fsdp() | context_parallel(kind='all-to-all')", {"interleave": 2}),
-    "slices, stages": ("stage=2,fsdp=2,tensor=2", staged(2, 2, FSDP_TENSOR, schedule="zb-h1"), {"interleave": 2}),
+    "slices": ("fsdp=8", "fsdp()", {"batch_slices": 2}),
+    "slices, ddp": ("data=8", "ddp()", {"batch_slices": 2}),
+    "slices, zero1": ("fsdp=4,tensor=2", "zero1() | tensor_parallel()", {"batch_slices": 2}),
+    "slices, hsdp": ("data=2,fsdp=2,tensor=2", "hsdp() | tensor_parallel()", {"batch_slices": 2}),
+    "slices, prefetch": ("fsdp=4,tensor=2", AHEAD, {"batch_slices": 2, "remat": "full"}),
+    "slices, prefetch, offload": ("fsdp=4,tensor=2", AHEAD, {"batch_slices": 2, "remat": "dots+offload:attention"}),
+    "slices, once": ("fsdp=2,tensor=2", "fsdp()", {"batch_slices": 2, **ONCE}),
+    "slices, ring": ("fsdp=2,context=4", "fsdp() | context_parallel()", {"batch_slices": 2}),
+    "slices, heads": ("fsdp=2,context=4", "fsdp() | context_parallel(kind='all-to-all')", {"batch_slices": 2}),
+    "slices, stages": ("stage=2,fsdp=2,tensor=2", staged(2, 2, FSDP_TENSOR, schedule="zb-h1"), {"batch_slices": 2}),
     "slices, chunks": (
-        "stage=2,fsdp=2,tensor=2", staged(2, 2, FSDP_TENSOR, gather="microbatch"), {"interleave": 2, "remat": "full"},
+        "stage=2,fsdp=2,tensor=2", staged(2, 2, FSDP_TENSOR, gather="microbatch"), {"batch_slices": 2, "remat": "full"},
     ),
-    "slices, whole": ("stage=2,data=2,tensor=2", staged(2, 2, "ddp() | tensor_parallel()"), {"interleave": 2}),
+    "slices, whole": ("stage=2,data=2,tensor=2", staged(2, 2, "ddp() | tensor_parallel()"), {"batch_slices": 2}),
     "slices, experts": (
-        "fsdp=2,expert=4", "fsdp() | expert_parallel()", {"interleave": 2, "fields": {"moe": EXPERTS}},
+        "fsdp=2,expert=4", "fsdp() | expert_parallel()", {"batch_slices": 2, "fields": {"moe": EXPERTS}},
     ),
     "slices, experts, stages": (
         "stage=2,fsdp=2,expert=2", staged(2, 2, "fsdp() | expert_parallel()", schedule="eager-1f1b"),
-        {"interleave": 2, "fields": {"moe": EXPERTS}},
+        {"batch_slices": 2, "fields": {"moe": EXPERTS}},
     ),
     # Stages
     **{
@@ -154,7 +154,7 @@ def test_training_equals_one_device(framework, name):
 @pytest.mark.matrix
 def test_prefetched_slices_on_explicit_axes():
     spec = mp.MeshSpec(fsdp=4, tensor=2, axis_types="explicit")
-    equals_one_device(spec, parse_strategy(AHEAD), remat="full", interleave=2)
+    equals_one_device(spec, parse_strategy(AHEAD), remat="full", batch_slices=2)
 
 
 @pytest.mark.matrix

@@ -210,11 +210,11 @@ def test_interleave_refuses_layers_that_combine_examples():
 
         return mp.from_functions(init, apply, names={"layers/w": ("layers", None, None)})
 
-    with raises("dependent-examples", "interleave=2") as error:
-        one_step(mp.ddp(), model=model_of(center=True), interleave=2)
-    assert "interleave=1" in error.value.fix
+    with raises("dependent-examples", "batch_slices=2") as error:
+        one_step(mp.ddp(), model=model_of(center=True), batch_slices=2)
+    assert "batch_slices=1" in error.value.fix
     right = one_step(mp.ddp(), model=model_of(center=False))
-    assert one_step(mp.ddp(), model=model_of(center=False), interleave=2) == pytest.approx(right, rel=1e-5)
+    assert one_step(mp.ddp(), model=model_of(center=False), batch_slices=2) == pytest.approx(right, rel=1e-5)
 
 
 TINY = {

@@ -67,8 +67,8 @@ GRID = [
     ("linen", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 2, "accumulate": 2}),
     ("nnx", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2, "reduce_gradients": "once"}),
     ("nnx", "data=2,fsdp=4", mp.zero3(axis=("data", "fsdp"), quantize=EXACT), {"layers": 2}),
-    ("nnx", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 2, "interleave": 2, "remat": "full"}),
-    ("linen", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(sequence=True), {"layers": 2, "interleave": 2}),
+    ("nnx", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 2, "batch_slices": 2, "remat": "full"}),
+    ("linen", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(sequence=True), {"layers": 2, "batch_slices": 2}),
 ]
 EXPERTS = [
     ("nnx", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE}),

@@ -61,7 +61,7 @@ def _by_use(step: Execution, weight: Weight) -> tuple[tuple[Execution, Weight], 
     if step.vocab_chunks == 1 or is_shared or not weight.leaf.has("vocab"):
         return ((step, weight),)
     is_head = step.is_tied or not weight.leaf.is_table
-    step = dataclasses.replace(step, is_tied=False, batch_slices=1)  # the loss does not interleave slices of the batch
+    step = dataclasses.replace(step, is_tied=False, batch_slices=1)  # the loss is not computed in slices
     lookup, head = (step, weight), (dataclasses.replace(step, layers_ahead=1), _as_chunks(step, weight))
     return (*[lookup] * weight.leaf.is_table, *[head] * is_head)
 

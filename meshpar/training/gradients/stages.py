@@ -58,8 +58,8 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     params = compute_params(setup, state.params, options.precision.compute)
     batch_axes, schedule = setup.batch_axes, pipeline.table()
     _check(setup, schedule, pipeline)
-    count, slices = schedule.microbatches, options.interleave
-    unit = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
+    count, slices = schedule.microbatches, options.batch_slices
+    unit = "microbatches" if slices == 1 else f"slices (microbatches={count}, batch_slices={slices})"
     check_rows(batch, {axis: setup.sizes[axis] for axis in batch_axes}, count * slices, unit)
     chunked = _ChunkedModel.of(setup, schedule, pipeline)
     epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
