@@ -56,7 +56,7 @@ def logits_of(state, tokens) -> np.ndarray:
 MOE_KINDS = ("deepseek_v3", "mixtral", "qwen3_moe")
 
 
-@pytest.mark.parametrize("kind", cases("deepseek_v3", "llama", "qwen3_moe", grid=KINDS))
+@pytest.mark.parametrize("kind", cases("deepseek_v3", "qwen3_moe", grid=KINDS))
 def test_logits_equal_transformers_and_bytes_roundtrip(kind, tmp_path, mesh8):
     source = folder_of(kind, tmp_path / "source", files=3)
     strategy = mp.fsdp() | mp.tensor_parallel()

@@ -747,7 +747,7 @@ def test_fingerprint_detects_moved_elements():
     assert len({int(FINGERPRINT(y)) for y in [x, *others]}) == 5
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.matrix), "int8"])
 def test_restore_of_arrays_without_elements(dtype, tmp_path):
     def init(key):
         return {"w": jax.random.normal(key, (8, 8)), "none": jnp.zeros((0, 8)), "thin": jnp.zeros((8, 0), jnp.bfloat16)}

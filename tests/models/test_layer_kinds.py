@@ -72,7 +72,7 @@ def test_a_step_equals_a_single_device(name, form, case):
     assert_equal(after_a_step(config(**SWITCHES[name], attention=form), MESHES[case], packed()), expected(name))
 
 
-@pytest.mark.parametrize("name", cases("kinds", "gemma", grid=SWITCHES))
+@pytest.mark.parametrize("name", cases("kinds", grid=SWITCHES))
 def test_decoding_with_a_cache_equals_the_full_sequence(name):
     switches = {key: value for key, value in SWITCHES[name].items() if key != "rope_long"}  # depends on the length
     assert_decodes_like_full_sequence(config(**switches), prompt_len=5)
