@@ -16,7 +16,8 @@ import meshpar as mp
 from meshpar.layers.precision import Precision, numerics
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
-from meshpar.pipeline.jaxpr_slicing import alone, together
+from meshpar.pipeline.jaxpr_slicing import run as run_steps
+from meshpar.pipeline.jaxpr_slicing import run_interleaved
 from tests.grid import cases
 
 
@@ -206,7 +207,7 @@ def test_split_vjp_has_the_gradients_of_jax_vjp(fn):
 
 def at_once(split, shared, saved, dy):
     """Run B and W together, and return the gradients of x and of the parameters."""
-    return alone(split.at_once_steps(shared, saved, dy))
+    return run_steps(split.at_once_steps(shared, saved, dy))
 
 
 def scans(fn, *args) -> int:
@@ -223,7 +224,7 @@ def test_together_merges_loops_of_equal_length(layers, loops):
     dy = cotangent(scanned(layers_of(3), X))
 
     def merged(shared, saved, dy, up, x):
-        return together(first.at_once_steps(shared, saved, dy), second.forward_steps(up, x))
+        return run_interleaved(first.at_once_steps(shared, saved, dy), second.forward_steps(up, x))
 
     def separate(shared, saved, dy, up, x):
         return [at_once(first, shared, saved, dy), second.forward(up, x)]
