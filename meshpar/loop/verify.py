@@ -54,17 +54,13 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
     "microbatches": (2, 4, 8),
 }
 """Fields of parallelisms that change how a step is computed but not its result. The simplest value is first."""
-OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "accumulate": (1, 2),
-    "reduce_gradients": (None, "each_microbatch", "once_across_groups", "once"),
-    "batch_slices": (1, 2),
-    "remat": (None, "full", "dots"),
-}
+_FIELDS = [field for field in dataclasses.fields(StepOptions) if "equal" in field.metadata]
+OPTIONS: Mapping[str, tuple[Any, ...]] = {field.name: field.metadata["equal"] for field in _FIELDS}
 """Options of `train_step` that do not change the result. The simplest value is first."""
 _PAIRS_SHARE = 1 / 8
 """Share of the sampled layouts whose loss combines all pairs of examples."""
-_SPLITTING = ("accumulate", "reduce_gradients", "batch_slices")
-"""Options that split the batch. Pipelines do not support the first two."""
+_SPLITTING = tuple(field.name for field in _FIELDS if field.metadata["splits_batch"])
+"""Options that split the batch."""
 STEPS = 3
 """Number of compared steps. The optimizer state of step 1 affects the gradients of step 3, but not of step 2."""
 MAX_SHRINK_STEPS = 24
@@ -397,7 +393,7 @@ class _Verifier:
         self, sizes: Mapping[str, int], parts: tuple[Parallelism, ...], options: Mapping[str, Any], *, of_pairs: bool
     ) -> Case:
         strategy = Strategy(parts)
-        excluded = (*self.excluded, *(_SPLITTING[:2] if strategy.pipeline is not None else ()))
+        excluded = (*self.excluded, *(("accumulate",) if strategy.pipeline is not None else ()))
         if self._search_space(sizes).num_layers <= 1:
             excluded = (*excluded, "remat", "batch_slices")
         if "accumulate" in excluded or options.get("accumulate", 1) == 1:

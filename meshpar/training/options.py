@@ -16,6 +16,8 @@ RENAMED = {"interleave": "batch_slices"}
 """Earlier names of options, for the hint in errors and for recipes of earlier runs."""
 ReduceGradients: TypeAlias = Literal["each_microbatch", "once_across_groups", "once"]
 
+_MODES = get_args(ReduceGradients)
+
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +29,12 @@ class StepOptions:
       >>> step = mp.train_step(loss_fn, accumulate=4, remat="dots")
     """
 
-    accumulate: int = 1
+    # `equal` are values with the same result, which `verify` compares. `splits_batch`: other values split the batch.
+    accumulate: int = dataclasses.field(default=1, metadata={"equal": (1, 2), "splits_batch": True})
     """Number of micro-steps per update. Each device divides its local batch."""
-    reduce_gradients: ReduceGradients | None = None
+    reduce_gradients: ReduceGradients | None = dataclasses.field(
+        default=None, metadata={"equal": (None, *_MODES), "splits_batch": True}
+    )
     """When gradients are reduced over devices.
 
     - "each_microbatch": in each micro-step. The default of most strategies.
@@ -40,7 +45,9 @@ class StepOptions:
       batch of a device. `key` and the random streams of an NNX module then differ between devices."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """Dtypes of parameters, compute and gradient reduction."""
-    remat: str | None = None
+    remat: str | None = dataclasses.field(
+        default=None, metadata={"equal": (None, "full", "dots"), "splits_batch": False}
+    )
     """Activations that layers under `mp.scan_layers` save for the backward pass. All others are recomputed.
 
     - None: everything is saved.
@@ -53,7 +60,7 @@ class StepOptions:
 
     `+` joins policies. The decoders of meshpar mark `query`, `key`, `value`, `attention`, `attention_out`, `gate`, `up`
     and `mlp_out`."""
-    batch_slices: int = 1
+    batch_slices: int = dataclasses.field(default=1, metadata={"equal": (1, 2), "splits_batch": True})
     """Number of slices of the local batch. Layers compute the slices independently, so that messages of the first
     slice (tensor or expert parallelism) overlap with matmuls of the second.
 
@@ -91,10 +98,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
         check_positive_int("train_step", "the number of batch slices", batch_slices=self.batch_slices)
-        modes = ("each_microbatch", "once_across_groups", "once", None)
-        check_choice(
-            "train_step", "the time at which gradients are reduced", modes, reduce_gradients=self.reduce_gradients
-        )
+        mode = self.reduce_gradients
+        check_choice("train_step", "the time at which gradients are reduced", (*_MODES, None), reduce_gradients=mode)
         reactions = ("raise", "skip", "ignore")
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)
         check_choice("train_step", "the meaning of the loss", (None, *get_args(LossIs)), loss_is=self.loss_is)
