@@ -44,7 +44,6 @@ from meshpar.parallel.expected.execution import Execution, ParamUsage, split_axe
 from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import PyTree, axis_sizes, problem
-from meshpar.training.gradients.selection import engine_of_setup
 from meshpar.training.independence import examined
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -175,7 +174,9 @@ def _explain(
         account = dataclasses.replace(account, remedies=changes)
     flops = model_flops(step, state, batch)
     param_uses = _uses(step, state, batch)
-    examination = _examination(step, state, batch)
+    examination = None
+    if not execution.divides_batch:
+        examination = examined(step.loss_fn, step.options, state, micro_batch(step, state, batch))
     match = check_collectives(setup, execution, collectives, traced.jaxpr, uses=param_uses, examination=examination)
     findings = [*lint(program, collectives, setup, execution, cluster, times), *_other_dtypes(match, execution)]
     wide = high_precision_ops(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
@@ -262,13 +263,6 @@ def check_collectives(
     limits["scopes_above"] = scopes_above(setup)
     sent = () if jaxpr is None else messages(jaxpr)
     return match_collectives(expected, collectives, sent, micro_steps=execution.micro_steps, **limits)
-
-
-def _examination(step: TrainStep, state: TrainState, batch: PyTree) -> Examination | None:
-    """Examine the loss of a step, if XLA partitions it on the global batch of a micro-step."""
-    if engine_of_setup(state.setup, step.options).divides_batch:
-        return None
-    return examined(step.loss_fn, step.options, state, micro_batch(step, state, batch))
 
 
 def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:

@@ -166,7 +166,7 @@ class TrainStep(_Program):
 
     def _check_loss(self, state: TrainState, batch: StepBatch) -> None:
         options, setup, divided = self.options, state.setup, None
-        if self._engine(setup).divides_batch:
+        if describe(setup, options).divides_batch:
             divided = f"{setup.strategy.label} with accumulate={options.accumulate}"
         elif options.accumulate > 1:
             divided = f"train_step(accumulate={options.accumulate})"
@@ -192,7 +192,7 @@ class TrainStep(_Program):
         )
 
     def _may_constrain_outputs(self, setup: Setup) -> bool:
-        return not self._engine(setup).uses_local_batch and super()._may_constrain_outputs(setup)
+        return not describe(setup, self.options).is_by_device and super()._may_constrain_outputs(setup)
 
     @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:

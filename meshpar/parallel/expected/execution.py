@@ -286,6 +286,11 @@ class Execution:
         """True if each device applies full weights to its local batch, so that tokens stay on their device."""
         return not self.is_pipelined and (self.gathers_once or self.formats is not None)
 
+    @property
+    def divides_batch(self) -> bool:
+        """True if the loss function receives parts of the batch, also without micro-steps."""
+        return self.is_pipelined or self.is_by_device or bool(self.deferred_axes)
+
     def grad_spec(self, weight: Weight) -> PartitionSpec:
         """Return the sharding of a gradient after a micro-step, or without accumulation that of the update."""
         return weight.update if self.micro_steps == 1 else weight.grads

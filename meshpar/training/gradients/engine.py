@@ -78,10 +78,6 @@ class GradientEngine:
 
     gradients: Gradients
     supports: frozenset[Feature]
-    uses_local_batch: bool = False
-    """True if the loss function is traced per device, inside a `shard_map` over the batch axes."""
-    divides_batch: bool = False
-    """True if the loss function receives parts of the batch also without micro-steps."""
     describe: Callable[[Sharded, StepOptions], Execution] = described
     """Resolves the options of a step to what the engine does."""
     compile_options: Callable[[Execution], Options] = lambda execution: {}

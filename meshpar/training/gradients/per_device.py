@@ -305,13 +305,10 @@ def describe_groups(setup: Sharded, options: StepOptions) -> Execution:
 ACROSS_GROUPS = GradientEngine(
     gradients_of_groups,
     supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}),
-    divides_batch=True,
     describe=describe_groups,
 )
 ENGINE = GradientEngine(
     gradients,
     supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}),
-    uses_local_batch=True,
-    divides_batch=True,
     describe=describe,
 )

@@ -504,6 +504,4 @@ def describe(setup: Sharded, options: StepOptions) -> Execution:
     return described(setup, options, pipeline=setup.strategy.pipeline, gathers_once=True)
 
 
-ENGINE = GradientEngine(
-    gradients, supports=frozenset(), divides_batch=True, describe=describe, compile_options=compile_options
-)
+ENGINE = GradientEngine(gradients, supports=frozenset(), describe=describe, compile_options=compile_options)
