@@ -47,7 +47,7 @@ def test_a_failed_callback_ends_the_command(call: str, child_env, tmp_path) -> N
     errors = [line for line in done.stderr.splitlines() if line.startswith("meshpar: ")]
     assert done.returncode == 2
     assert len(errors) == 1
-    assert "ValueError was raised (no number) at program.py:10" in errors[0]
+    assert "ValueError was raised (no number) at program.py:11" in errors[0]
     assert "Traceback" not in done.stderr
 
 

@@ -110,8 +110,8 @@ SLOW = textwrap.dedent("""
     from meshpar.data import ArrayData
     from meshpar.pod import pace, watchdog
 
-    SLEEPS = {"healthy": (0, ()), "slow": (0.1, range(1000)), "once": (5.0, (15,))}
-    pace.WINDOW_STEPS, watchdog.WINDOW_STEPS, watchdog.BEAT_S = 10, 10, 0.5
+    SLEEPS = {"healthy": (0, ()), "slow": (0.15, range(1000)), "once": (5.0, (30,))}
+    pace.WINDOW_STEPS, watchdog.WINDOW_STEPS, watchdog.BEAT_S = 20, 20, 0.5
 
     class Data(ArrayData):
         def open(self, **options):
@@ -128,7 +128,7 @@ SLOW = textwrap.dedent("""
 
     def recipe():
         return mp.Recipe(
-            name="pod", mesh=mp.MeshSpec(data=3), strategy=mp.ddp(), steps=40, batch_size=6,
+            name="pod", mesh=mp.MeshSpec(data=3), strategy=mp.ddp(), steps=50, batch_size=6,
             loss=lambda model, batch, key: (1.0 * jnp.mean((model(batch["x"]) - 1.0) ** 2), {}),
             model=mp.from_functions(lambda key: {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]),
             data=Data(arrays={"x": np.ones((60, 4), np.float32)}),
