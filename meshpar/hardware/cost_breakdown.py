@@ -78,9 +78,9 @@ _TWO_LEVELS = Formulas(
     "((K−1)/K · n + (M−1)/M · n/K)",
 )
 _TREE = Formulas("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)", "n ⌈log₂ N⌉")
-_DOUBLING = Formulas("log₂ N; ⌊log₂ N⌋ + 2 if N is no power of two", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
+_DOUBLING = Formulas("log₂ N; ⌊log₂ N⌋ + 2 if N is not a power of two", "n log₂ N", "log₂ N (α + n β)", "n log₂ N")
 _HALVING = Formulas(
-    "2 log₂ N; 2 ⌊log₂ N⌋ + 2 if N is no power of two", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β", _REDUCED
+    "2 log₂ N; 2 ⌊log₂ N⌋ + 2 if N is not a power of two", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β", _REDUCED
 )
 _BROADCAST = Formulas("N−1", "n", "(N−1) α + n β")
 _MESSAGE = Formulas("1", "n", "α + n β")
@@ -230,7 +230,7 @@ class CostBreakdown(Printed):
 
 
 def comparison(breakdowns: Iterable[CostBreakdown]) -> Sheet:
-    """Return the times of several algorithms for a collective, the fastest first."""
+    """Compare the times of algorithms for a collective, the fastest first."""
     ranked = sorted(breakdowns, key=lambda each: each.time_s)
     rows = [(each.name, each.time_s, "s", each.time_formula) for each in ranked]
     return Sheet(title=ranked[0]._title, rows=(*rows, *_crossover(ranked[0])))

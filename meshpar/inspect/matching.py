@@ -331,9 +331,9 @@ class _Traced:
             self._remaining[key] += message.count  # type: ignore[assignment]
 
     def with_origin(self, array: Collective, collective: Collective) -> Collective:
-        """Return the array of a combined collective, not from a kernel if no message has its size.
+        """Return an array of a collective. If no message has its size, a combined array does not come from a kernel.
 
-        XLA combines messages of kernels with others, and may give all of them the name of one.
+        XLA combines messages of kernels with messages of the partitioner, and may keep the name of a kernel for all.
         """
         key = _reduction_or_kind(array.kind), array.axes, _elements(array)
         if len(collective.parts) == 1 or array.origin != "kernel" or key in self._remaining:
