@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from meshpar.sharding.adapters.model import explicit
     from meshpar.sharding.adapters.nnx import from_nnx
     from meshpar.sharding.context import constrain, use_rules
+    from meshpar.sharding.errors import MeshparError
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
-    from meshpar.sharding.types import MeshparError
     from meshpar.training.earlier_steps import check_finite
     from meshpar.training.eval_params import ema_params, eval_params
     from meshpar.training.expert_rebalancing import rebalance_experts

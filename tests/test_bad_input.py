@@ -25,8 +25,8 @@ from meshpar.hardware.clusters import parse_profile
 from meshpar.inspect.budget import Budget
 from meshpar.planner.plan import load_plans
 from meshpar.pod import launch
+from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.host_resources import check_memory, read_json, replace_file, unexpected
-from meshpar.sharding.types import MeshparError
 from tests import grid
 
 HANGS_S = 300

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt
 
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 PACKED_FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 """Arrays of a row with several documents or conversations, int32 `[rows, seq_len]`, for `next_token_loss`: segment ids

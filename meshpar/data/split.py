@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from meshpar.data.text import Document
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 
 def check_fraction(where: str, fraction: float) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshpar.inspect.report import Report
+from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.printing import Plain, flat, human_mesh, parsed
-from meshpar.sharding.types import problem
 from meshpar.sharding.units import human_bytes
 
 TOLERANCE = 0.01

@@ -31,7 +31,8 @@ from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Mod
 from meshpar.inspect.hlo.walk import MAX_HOPS, VIEWS, Loop, Visit, executed, skip_views
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline.stage_placement import RETURNED
-from meshpar.sharding.types import MeshLike, axis_sizes, problem
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import MeshLike, axis_sizes
 
 UNKNOWN = "unknown"
 """Axis name for replica groups that are not a product of mesh axes."""

@@ -42,8 +42,9 @@ from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_
 from meshpar.parallel.batch import StepBatch, shape_of
 from meshpar.parallel.expected.execution import Execution, ParamUsage, split_axes
 from meshpar.sharding.context import clear_context_mesh
+from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.types import PyTree, axis_sizes, problem
+from meshpar.sharding.types import PyTree, axis_sizes
 from meshpar.training.independence import examined
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep

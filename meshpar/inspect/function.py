@@ -26,8 +26,9 @@ from meshpar.inspect.report_data import FunctionMemory
 from meshpar.inspect.target import require_aot, traced_for
 from meshpar.inspect.timeline.simulator import timeline
 from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
+from meshpar.sharding.errors import problem
 from meshpar.sharding.jaxprs import equations
-from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem, tree_leaves_with_paths
+from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, tree_leaves_with_paths
 
 
 def explain_function(

@@ -29,18 +29,10 @@ from meshpar.parallel.batch import rows_of, shape_of
 from meshpar.parallel.data import Data
 from meshpar.parallel.expected.execution import Execution, Weight
 from meshpar.parallel.strategy import Custom, Strategy
+from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import (
-    AnyMesh,
-    Decision,
-    MeshparError,
-    PyTree,
-    leaf_of,
-    num_shards,
-    owner_of,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import AnyMesh, Decision, PyTree, leaf_of, num_shards, owner_of, tree_leaves_with_paths
 from meshpar.sharding.units import human_bytes
 from meshpar.training.gradients.selection import describe
 from meshpar.training.options import StepOptions

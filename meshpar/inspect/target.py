@@ -25,7 +25,8 @@ from meshpar.hardware.clusters import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.hardware.compile_options import GPU_OPTIONS
 from meshpar.inspect.program import Program, memory_of
 from meshpar.moe.transport_choice import compiled_for
-from meshpar.sharding.types import AnyMesh, problem
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import AnyMesh
 
 
 def topology(cluster: str | Cluster) -> list[jax.Device]:

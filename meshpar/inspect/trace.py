@@ -30,9 +30,9 @@ from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import Collective
 from meshpar.inspect.report import Report
 from meshpar.loop.profiler import ABOUT
+from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import check_file, read_json
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import problem
 from meshpar.sharding.units import si
 
 MOST_BYTES = 2 << 30

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshpar.interop import mxfp4
 from meshpar.interop.fields import bad_value
-from meshpar.sharding.types import is_int
+from meshpar.sharding.errors import is_int
 
 CONFIG_FIELD = "quantization_config"
 FLOAT8 = "F8_E4M3"

@@ -12,7 +12,7 @@ from meshpar.interop.fields import Field, bad_value, positive, same, typed
 from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.models.architecture import LayerKind
 from meshpar.models.config import TransformerConfig
-from meshpar.sharding.types import is_int, near_or
+from meshpar.sharding.errors import is_int, near_or
 
 HARMLESS = frozenset({
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",

@@ -13,7 +13,7 @@ from meshpar.models.architecture import LatentAttention, LongRope, RopeScaling, 
 from meshpar.models.config import TransformerConfig
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 RELEASE = "use the config.json of the release"
 MOST = {int: 2**22, float: 2.0**60}

@@ -35,7 +35,7 @@ from meshpar.interop.block_fp8 import (
 )
 from meshpar.pod.signals import scratch
 from meshpar.sharding import host_resources as host
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

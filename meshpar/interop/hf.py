@@ -38,9 +38,10 @@ from meshpar.models.architecture import PARAM_DTYPES
 from meshpar.models.config import TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import clear_context_mesh
+from meshpar.sharding.errors import check_choice, is_int, near, problem
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import PyTree, check_choice, is_int, near, path_str, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, path_str, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
 from meshpar.training.state import Setup, TrainState, make_setup
 

@@ -43,7 +43,8 @@ from meshpar.interop.hf import (
 from meshpar.interop.weight_mapping import WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import clear_context_mesh
-from meshpar.sharding.types import PAIR, matrix_of, near, problem, tree_leaves_with_paths
+from meshpar.sharding.errors import near, problem
+from meshpar.sharding.types import PAIR, matrix_of, tree_leaves_with_paths
 from meshpar.training.lora import Lora, of_pair
 from meshpar.training.state import TrainState
 

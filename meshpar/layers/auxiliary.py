@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.sharding.context import current, trace_options
-from meshpar.sharding.errors import check_cases
-from meshpar.sharding.types import named, problem
+from meshpar.sharding.errors import check_cases, named, problem
 
 
 @dataclasses.dataclass(eq=False)

@@ -25,8 +25,8 @@ from meshpar.layers.auxiliary import is_counted
 from meshpar.sharding.activations import batch_divided
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, current, spec_of, trace_options
-from meshpar.sharding.errors import check_cases
-from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, check_divides, problem
+from meshpar.sharding.errors import MeshparError, check_cases, check_divides, problem
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
 
 
 def split_batch(x: PyTree, count: int) -> tuple[PyTree, ...]:

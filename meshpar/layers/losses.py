@@ -21,7 +21,8 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from meshpar.layers.auxiliary import is_counted
-from meshpar.sharding.types import PyTree, problem
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import PyTree
 
 LOSS_WEIGHT = "loss_weight"
 """Name of the metric with the total weight of a `MeanLoss`."""

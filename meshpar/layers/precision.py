@@ -20,12 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, current, param_spec, spec_of, trace_options
-from meshpar.sharding.errors import check_cases
+from meshpar.sharding.errors import check_cases, check_choice, problem
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import check_pattern
-from meshpar.sharding.types import PyTree, axes_of_spec, check_choice, problem
+from meshpar.sharding.types import PyTree, axes_of_spec
 
 if TYPE_CHECKING:
     from meshpar.parallel.expected.execution import StageUses

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.types import near, problem, spec_axes
+from meshpar.sharding.errors import near, problem
+from meshpar.sharding.types import spec_axes
 
 MATMUL = "matmul"
 """`checkpoint_name` of the product with a weight inside a kernel. jax's policies recognize plain matmuls only."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_slices, split_batch
 from meshpar.layers.remat import regathering, remat_policy
 from meshpar.sharding.context import ambient, current
-from meshpar.sharding.errors import check_cases
-from meshpar.sharding.types import PyTree, near_or, problem
+from meshpar.sharding.errors import check_cases, near_or, problem
+from meshpar.sharding.types import PyTree
 
 _Leaf = TypeVar("_Leaf")
 

@@ -45,8 +45,8 @@ from meshpar.loop.orbax_workarounds import write_problem
 from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.sharding import remote
 from meshpar.sharding.context import clear_context_mesh
+from meshpar.sharding.errors import MeshparError, check_positive_int, problem
 from meshpar.sharding.host_resources import is_url
-from meshpar.sharding.types import MeshparError, check_positive_int, problem
 from meshpar.training.state import Setup, TrainState
 
 SET_ASIDE = "set_aside"

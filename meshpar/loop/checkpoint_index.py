@@ -26,8 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.loop import orbax_workarounds
 from meshpar.optim.averages import averages_of, schedule_free_iterate, schedule_free_of
 from meshpar.sharding import remote
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import is_url
-from meshpar.sharding.types import MeshparError, path_str, problem
+from meshpar.sharding.types import path_str
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2

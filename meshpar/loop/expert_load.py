@@ -17,7 +17,7 @@ import numpy as np
 
 from meshpar.loop.fit import Hook, Record, Run
 from meshpar.moe.load_metrics import Loads, advice, loads, scalars
-from meshpar.sharding.types import check_positive_int
+from meshpar.sharding.errors import check_positive_int
 
 LAYERS = "moe/layers"
 """Key in a line of metrics.jsonl for the metrics of all layers, the result of `layer_numbers`."""

@@ -30,7 +30,8 @@ from meshpar.loop.checkpoint import Checkpoints, NoRoomError
 from meshpar.pod import signals as interrupts
 from meshpar.pod import watchdog as watchdog
 from meshpar.pod.coordination import StopAgreement, this_pod
-from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, problem
+from meshpar.sharding.errors import MeshparError, check_positive_int, problem
+from meshpar.sharding.types import PyTree
 from meshpar.training.earlier_steps import STEPS_IN_FLIGHT
 from meshpar.training.state import Setup, TrainState
 

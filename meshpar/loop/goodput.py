@@ -21,8 +21,8 @@ import jax
 
 from meshpar.loop.fit import Hook, Record, Run, Validation
 from meshpar.loop.metrics_file import read_lines
+from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.host_resources import read_json, replace_file
-from meshpar.sharding.types import MeshparError
 
 WRITE_EVERY_S = 10.0
 """Seconds between two writes of the file. If a run is killed, at most this time is counted as `restart`."""

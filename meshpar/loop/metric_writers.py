@@ -15,9 +15,8 @@ from typing import Any
 import jax
 
 from meshpar.loop.fit import Hook, Record, Run, Validation
-from meshpar.sharding.errors import check_choice
+from meshpar.sharding.errors import check_choice, problem
 from meshpar.sharding.host_resources import replace_file
-from meshpar.sharding.types import problem
 
 Also = Callable[[Record], Mapping[str, Any]]
 

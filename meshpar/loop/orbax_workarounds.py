@@ -15,7 +15,7 @@ from typing import Any
 
 from meshpar.pod import watchdog
 from meshpar.sharding import remote
-from meshpar.sharding.types import MeshparError, problem
+from meshpar.sharding.errors import MeshparError, problem
 
 
 @functools.cache

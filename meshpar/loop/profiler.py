@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from meshpar.loop.fit import Hook, Run
+from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import replace_file
-from meshpar.sharding.types import problem
 
 ABOUT = "about.json"
 """File next to the trace, with the profiled steps and the program's fingerprint."""

@@ -37,9 +37,10 @@ from meshpar.parallel.candidates import candidates, kinds
 from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.schedules import SCHEDULES
 from meshpar.sharding.adapters.model import Model
+from meshpar.sharding.errors import MeshparError, check_choice, problem
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain
-from meshpar.sharding.types import MeshparError, PyTree, check_choice, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, tree_leaves_with_paths
 from meshpar.training.model_loss import LossFn
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, make_setup

@@ -13,7 +13,8 @@ from jaxtyping import Array
 from meshpar.layers.precision import NamedDot
 from meshpar.layers.scan import step_selects_residuals
 from meshpar.models.architecture import Architecture
-from meshpar.sharding.types import PAIR, problem
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import PAIR
 
 Initializer = nnx.initializers.Initializer
 

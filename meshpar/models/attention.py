@@ -23,7 +23,7 @@ from meshpar.models import context_attention as context
 from meshpar.models.architecture import Architecture, Attention
 from meshpar.models.layers import Rope, by_kind, rotate
 from meshpar.sharding.context import constrain
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 
 def cached_attention(

@@ -32,8 +32,9 @@ from meshpar.collectives import from_zigzag, ring_attention, zigzag
 from meshpar.collectives.attention import TileKernel, WindowChoice
 from meshpar.parallel.context_parallelism import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
+from meshpar.sharding.errors import check_divides, problem
 from meshpar.sharding.manual_regions import outer_axes, per_device
-from meshpar.sharding.types import axis_sizes, check_divides, num_shards, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, num_shards, spec_axes
 
 
 def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:

@@ -25,8 +25,9 @@ from meshpar.layers.precision import check_wide, weight_grad_dtype
 from meshpar.layers.remat import MATMUL
 from meshpar.models.architecture import Architecture
 from meshpar.sharding.context import ambient, spec_of
+from meshpar.sharding.errors import problem
 from meshpar.sharding.manual_regions import per_device
-from meshpar.sharding.types import axis_sizes, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, spec_axes
 
 
 def overlaps(cfg: Architecture, x_BTE: Array, *, has_cache: bool) -> bool:

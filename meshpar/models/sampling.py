@@ -22,8 +22,9 @@ from meshpar.models.attention import KVCache
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import ambient, constrain, use_rules
+from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import Rules, first, resolve
-from meshpar.sharding.types import Leaf, problem
+from meshpar.sharding.types import Leaf
 
 
 def generate(

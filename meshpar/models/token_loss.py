@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 from meshpar.layers.losses import MeanLoss
 from meshpar.layers.token_mask import masking
 from meshpar.models.chunked_cross_entropy import TokenLosses, Unembedding, chunked_cross_entropy
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 IGNORE_TARGET = -100
 """The target that the loss ignores, as in PyTorch and Transformers (`ignore_index`)."""

@@ -34,7 +34,7 @@ from meshpar.models.layers import Rope
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 
 class Attention(nnx.Module):

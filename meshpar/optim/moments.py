@@ -15,7 +15,8 @@ import optax
 from jax.extend import core
 
 from meshpar.optim.rounding import ROUNDING, checked, in_bfloat16, random_bits
-from meshpar.sharding.types import PyTree, near, problem
+from meshpar.sharding.errors import near, problem
+from meshpar.sharding.types import PyTree
 
 DTYPES = ("bfloat16", "int8")
 """Dtypes of moments. float16 is not among them: its smallest number, 6e-8, is larger than many squared gradients."""

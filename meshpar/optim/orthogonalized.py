@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar.optim.matrix_dims import stack_dims
 from meshpar.sharding.context import current
-from meshpar.sharding.types import AnyMesh, Names, PyTree, axis_sizes, path_str, problem, scores_experts, spec_axes
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import AnyMesh, Names, PyTree, axis_sizes, path_str, scores_experts, spec_axes
 
 Dims: TypeAlias = optax.contrib.MuonDimensionNumbers
 """Dims of an array that are the rows of a matrix, and dims that are the columns. Other dims are batch dims."""

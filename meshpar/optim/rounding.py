@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.sharding.errors import check_cases
-from meshpar.sharding.types import PyTree, problem, tree_leaves_with_paths
+from meshpar.sharding.errors import check_cases, problem
+from meshpar.sharding.types import PyTree, tree_leaves_with_paths
 
 ROUNDING = "rounding"
 """Named scope of the conversion of moments to few bits."""

@@ -12,8 +12,9 @@ import optax
 
 from meshpar.optim.matrix_dims import stack_dims
 from meshpar.optim.rounding import ROUNDING, checked
+from meshpar.sharding.errors import problem
 from meshpar.sharding.jaxprs import in_scope
-from meshpar.sharding.types import Names, PyTree, path_str, problem, tree_leaves_with_paths
+from meshpar.sharding.types import Names, PyTree, path_str, tree_leaves_with_paths
 
 
 def per_layer(tx: optax.GradientTransformation, names: Mapping[str, Names | None]) -> optax.GradientTransformation:

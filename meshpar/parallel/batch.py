@@ -15,19 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.constraints import is_typed, with_auto_types, with_layout
 from meshpar.sharding.context import clear_context_mesh
+from meshpar.sharding.errors import near_or, problem
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, fewer_devices, replicated, resolve
-from meshpar.sharding.types import (
-    AnyMesh,
-    Leaf,
-    PyTree,
-    axes_of_spec,
-    axis_sizes,
-    near_or,
-    path_str,
-    problem,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, path_str, tree_leaves_with_paths
 
 
 def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from meshpar.parallel.expected.execution import Execution, ExpectedCollective
+from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
-from meshpar.sharding.types import problem
 
 MIN_SHARDED_BYTES = 2**16
 """Minimum size of an unnamed leaf that ZeRO shards. Below it, a collective costs more than it saves."""

@@ -21,10 +21,10 @@ from meshpar.parallel.expected.execution import (
 )
 from meshpar.parallel.expected.matmuls import contracted
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
-from meshpar.sharding.errors import check_int
+from meshpar.sharding.errors import check_int, near, problem
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import USER, Rules
-from meshpar.sharding.types import MeshLike, axis_sizes, near, problem
+from meshpar.sharding.types import MeshLike, axis_sizes
 
 if TYPE_CHECKING:
     from meshpar.parallel.pipeline import Pipeline

@@ -43,6 +43,7 @@ from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
 from meshpar.sharding.constraints import with_layout
+from meshpar.sharding.errors import problem
 from meshpar.sharding.types import (
     AnyMesh,
     PyTree,
@@ -50,7 +51,6 @@ from meshpar.sharding.types import (
     axis_sizes,
     is_spec,
     num_shards,
-    problem,
     spec_axes,
     without_axes,
 )

@@ -16,18 +16,9 @@ from meshpar.pipeline.executor import MicrobatchInputs, Params, layout_of
 from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
 from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
+from meshpar.sharding.errors import check_choice, problem
 from meshpar.sharding.jaxprs import equations
-from meshpar.sharding.types import (
-    AnyMesh,
-    PyTree,
-    axis_sizes,
-    check_choice,
-    is_spec,
-    num_shards,
-    problem,
-    spec_axes,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, is_spec, num_shards, spec_axes, tree_leaves_with_paths
 
 WHERE = "pipeline.value_and_grad"
 

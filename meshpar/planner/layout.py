@@ -17,10 +17,11 @@ from meshpar.parallel.expected import params as leaves
 from meshpar.parallel.expected.execution import Execution, ExpectedCollective, Weight
 from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Activation, Remat, Workload
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import abbreviated, human_mesh, parsed
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem, spec_axes
+from meshpar.sharding.types import Decision, Leaf, axes_of_spec, num_shards, spec_axes
 from meshpar.training.gradients.selection import engine_of
 from meshpar.training.options import StepOptions
 from meshpar.training.sharding_table import resolve_by_stage

@@ -37,11 +37,11 @@ from meshpar.planner.search import Found, Search
 from meshpar.planner.workload import Workload, batch_of, describe, value_of
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing
-from meshpar.sharding.errors import check_int, check_positive_int
+from meshpar.sharding.errors import MeshparError, check_int, check_positive_int, check_takes, problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, parsed, table
-from meshpar.sharding.types import MeshparError, PyTree, check_takes, problem
+from meshpar.sharding.types import PyTree
 from meshpar.sharding.units import human_bytes, si
 from meshpar.training.checks import check_loss
 from meshpar.training.gradients.selection import check_options

@@ -11,8 +11,8 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.parallel import Strategy
 from meshpar.planner.search import Found, Search
 from meshpar.planner.workload import Workload, batch_of
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import MeshparError, problem
 
 Scaling = Literal["strong", "weak"]
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")

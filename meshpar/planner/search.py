@@ -41,10 +41,10 @@ from meshpar.planner.time_estimate import (
     schedule_timing,
 )
 from meshpar.planner.workload import Remat, Workload
-from meshpar.sharding.errors import check_choice
+from meshpar.sharding.errors import MeshparError, check_choice, problem
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.types import MeshparError, axes_of_spec, problem
+from meshpar.sharding.types import axes_of_spec
 from meshpar.training.sharding_table import lay_out
 
 SLICES = 2

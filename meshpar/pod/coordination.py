@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from meshpar.sharding.types import MeshparError, problem
+from meshpar.sharding.errors import MeshparError, problem
 
 WAIT_S = 86_400.0
 """Seconds to wait for a live process, which may be tokenizing text. The watchdog detects dead and stalled processes."""

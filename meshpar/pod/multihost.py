@@ -14,8 +14,8 @@ from typing import Any
 from meshpar.pod import signals as interrupts
 from meshpar.pod import watchdog as watchdog
 from meshpar.pod.coordination import this_pod
+from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.host_resources import unexpected, user_line
-from meshpar.sharding.types import MeshparError
 
 PACKAGES = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
 """Packages whose versions must be equal in all processes."""

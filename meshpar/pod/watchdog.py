@@ -31,7 +31,7 @@ import jax
 
 from meshpar.pod.coordination import Pod
 from meshpar.pod.pace import WINDOW_STEPS, HostTimes, Pace, compare
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 
 STALL_S = 40.0
 """Seconds without a heartbeat, or in a step that other processes have finished, until a process counts as lost."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshpar.sharding.host_resources import LockedError, locked
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 WAIT_S = 5.0
 """Seconds to wait for the end of a previous run."""

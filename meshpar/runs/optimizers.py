@@ -19,15 +19,8 @@ from meshpar.optim.rounding import stochastic_rounding
 from meshpar.optim.stacked_layers import per_layer
 
 # Not for type checkers only: overrides read the annotations at run time.
-from meshpar.sharding.types import (
-    Names,
-    check_bool,
-    check_choice,
-    check_positive_int,
-    check_takes,
-    named,
-    problem,
-)
+from meshpar.sharding.errors import check_bool, check_choice, check_positive_int, check_takes, named, problem
+from meshpar.sharding.types import Names
 
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "it must be positive")
 AT_LEAST_0: tuple[Callable[[Any], bool], str] = (lambda value: value >= 0, "it must be at least 0")

@@ -21,12 +21,7 @@ from meshpar.runs.plain import to_plain
 from meshpar.sharding.host_resources import check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.training.options import RENAMED
-from meshpar.sharding.types import (
-    MeshparError,
-    near,
-    near_or,
-    problem,
-)
+from meshpar.sharding.errors import MeshparError, near, near_or, problem
 
 T = TypeVar("T")
 _Texts: TypeAlias = Mapping[tuple[str, ...], str]

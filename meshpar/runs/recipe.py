@@ -27,17 +27,8 @@ from meshpar.sharding.host_resources import check_memory, check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import (
-    AnyMesh,
-    check_bool,
-    check_divides,
-    check_positive_int,
-    check_takes,
-    is_int,
-    named,
-    near,
-    problem,
-)
+from meshpar.sharding.errors import check_bool, check_divides, check_positive_int, check_takes, is_int, named, near, problem
+from meshpar.sharding.types import AnyMesh
 from meshpar.training.lora import Lora
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, make_setup

@@ -18,11 +18,7 @@ from meshpar.runs.recipe import Recipe
 
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.host_resources import check_file
-from meshpar.sharding.types import (
-    MeshparError,
-    near,
-    problem,
-)
+from meshpar.sharding.errors import MeshparError, near, problem
 
 
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:

@@ -34,7 +34,7 @@ from meshpar.runs.recipe import Recipe, build_model
 from meshpar.runs.screen import Screen
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import replace_file
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 from meshpar.training.lora import merged_params
 from meshpar.training.state import TrainState
 

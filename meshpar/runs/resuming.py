@@ -22,7 +22,7 @@ from meshpar.runs.recipe import Recipe, build_setup, build_step
 from meshpar.runs.screen import Screen
 from meshpar.sharding.host_resources import read_json
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.types import is_int, problem
+from meshpar.sharding.errors import is_int, problem
 from meshpar.training.options import RENAMED, StepOptions
 from meshpar.training.state import Setup
 

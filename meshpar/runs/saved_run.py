@@ -26,7 +26,7 @@ from meshpar.runs.folder import CHECKPOINTS, RunFolder
 from meshpar.runs.plain import from_plain
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 

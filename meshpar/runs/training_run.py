@@ -61,7 +61,7 @@ from meshpar.runs.screen import Screen
 from meshpar.sharding import remote
 from meshpar.sharding.host_resources import is_url, replace_file
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 from meshpar.sharding.units import human_bytes
 from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.state import Setup, TrainState

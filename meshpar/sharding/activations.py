@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, trace_options
-from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
+from meshpar.sharding.errors import near_or, problem
+from meshpar.sharding.types import PyTree, spec_axes
 
 
 @dataclasses.dataclass(eq=False)

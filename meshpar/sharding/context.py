@@ -11,10 +11,11 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from meshpar.sharding.constraints import abstract_of, with_layout
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axes_of_spec, axis_sizes, problem, without_axes
+from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, without_axes
 
 
 @dataclasses.dataclass(frozen=True)

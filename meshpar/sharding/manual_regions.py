@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from meshpar.sharding.context import ambient, param_spec, spec_of
-from meshpar.sharding.types import axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import axes_of_spec, axis_sizes, is_spec, spec_axes, without_axes
 
 
 def outer_axes() -> tuple[str, ...]:

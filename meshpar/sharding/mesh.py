@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from meshpar.sharding.errors import is_int, near, problem
 from meshpar.sharding.host_resources import check_not_forked
-from meshpar.sharding.types import AnyMesh, is_int, near, problem
+from meshpar.sharding.types import AnyMesh
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
 """The standard mesh axes, from the slowest network to the fastest. Custom axes come just before `tensor`."""

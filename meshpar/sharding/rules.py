@@ -14,18 +14,8 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import (
-    Decision,
-    Leaf,
-    MeshLike,
-    MeshparError,
-    axis_sizes,
-    near,
-    near_or,
-    num_shards,
-    problem,
-    spec_axes,
-)
+from meshpar.sharding.errors import MeshparError, near, near_or, problem
+from meshpar.sharding.types import Decision, Leaf, MeshLike, axis_sizes, num_shards, spec_axes
 
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
 UNSHARDED_NAMES = ("dense_layers",)

@@ -12,18 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.sharding.errors import MeshparError as MeshparError
-from meshpar.sharding.errors import check_bool as check_bool
-from meshpar.sharding.errors import check_choice as check_choice
-from meshpar.sharding.errors import check_divides as check_divides
-from meshpar.sharding.errors import check_int as check_int
-from meshpar.sharding.errors import check_positive_int as check_positive_int
-from meshpar.sharding.errors import check_takes as check_takes
-from meshpar.sharding.errors import is_int as is_int
-from meshpar.sharding.errors import named as named
-from meshpar.sharding.errors import near as near
-from meshpar.sharding.errors import near_or as near_or
-from meshpar.sharding.errors import problem as problem
+from meshpar.sharding.errors import problem
 
 PyTree: TypeAlias = Any
 AnyMesh: TypeAlias = Mesh | AbstractMesh

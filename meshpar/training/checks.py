@@ -13,17 +13,9 @@ from meshpar.layers.remat import MATMUL, SECOND_SHARD, named_in
 from meshpar.layers.scan import is_partial_trace
 from meshpar.sharding.activations import Boundaries, check_rules_matched
 from meshpar.sharding.context import ambient, auto_sizes
-from meshpar.sharding.errors import check_cases
+from meshpar.sharding.errors import check_cases, check_takes, near_or, problem
 from meshpar.sharding.rules import Rules, axes_in
-from meshpar.sharding.types import (
-    PyTree,
-    axes_of_spec,
-    check_takes,
-    is_spec,
-    near_or,
-    problem,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, tree_leaves_with_paths
 from meshpar.training.options import StepOptions, check_not_float16
 from meshpar.training.state import Setup, TrainState
 

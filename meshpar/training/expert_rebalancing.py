@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.moe.expert_placement import ExpertPlacement, expert_leaves, is_below, permute_leaves, place
-from meshpar.sharding.types import Names, PyTree, axis_sizes, owner_of, problem, spec_axes, tree_leaves_with_paths
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import Names, PyTree, axis_sizes, owner_of, spec_axes, tree_leaves_with_paths
 from meshpar.training.state import TrainState
 
 ExpertLeaves = dict[str, tuple[Names, str]]

@@ -22,9 +22,9 @@ from meshpar.layers.scan import LayerRunner
 from meshpar.parallel.batch import as_given, shape_of
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import OTHER_MESH, trace_options, tracing
-from meshpar.sharding.errors import check_cases
+from meshpar.sharding.errors import MeshparError, check_cases, problem
 from meshpar.sharding.rules import replicated
-from meshpar.sharding.types import AnyMesh, MeshparError, PyTree, path_str, problem
+from meshpar.sharding.types import AnyMesh, PyTree, path_str
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState
 

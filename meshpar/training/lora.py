@@ -28,20 +28,9 @@ from meshpar.layers.scan import LoraWeight
 from meshpar.sharding.adapters.model import Model, Variables
 from meshpar.sharding.adapters.random_keys import key_of
 from meshpar.sharding.context import ambient, clear_context_mesh, spec_of, tracing
-from meshpar.sharding.errors import check_cases, check_number
+from meshpar.sharding.errors import check_cases, check_choice, check_number, check_positive_int, near_or, problem
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
-from meshpar.sharding.types import (
-    LORA_SUFFIX,
-    PAIR,
-    Names,
-    PyTree,
-    axis_sizes,
-    check_choice,
-    check_positive_int,
-    near_or,
-    problem,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import LORA_SUFFIX, PAIR, Names, PyTree, axis_sizes, tree_leaves_with_paths
 from meshpar.training.state import Setup, TrainState, key_words
 
 INWARD, OUTWARD = PAIR

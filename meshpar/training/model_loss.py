@@ -26,13 +26,9 @@ from meshpar.layers.remat import remat_policy
 from meshpar.parallel.batch import as_given, rows_of
 from meshpar.sharding.activations import Boundaries, constrain_module_outputs
 from meshpar.sharding.context import current
+from meshpar.sharding.errors import named, near_or, problem
 from meshpar.sharding.host_resources import user_line
-from meshpar.sharding.types import (
-    PyTree,
-    named,
-    near_or,
-    problem,
-)
+from meshpar.sharding.types import PyTree
 from meshpar.training.checks import check_constraints, check_variables
 from meshpar.training.state import Setup
 

@@ -9,8 +9,8 @@ from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import LossIs
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.remat import check_remat
+from meshpar.sharding.errors import check_choice, check_positive_int, near, problem
 from meshpar.sharding.printing import with_field_docs
-from meshpar.sharding.types import check_choice, check_positive_int, near, problem
 
 RENAMED = {"interleave": "batch_slices"}
 """Earlier names of options, for the hint in errors and for recipes of earlier runs."""

@@ -18,6 +18,7 @@ from meshpar.optim.moments import on_host
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.sharding.adapters.model import Model, Variables
 from meshpar.sharding.context import clear_context_mesh, tracing
+from meshpar.sharding.errors import near, near_or, problem
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import Printed, human_mesh
 from meshpar.sharding.rules import ACTIVATION_NAMES, LARGEST_DIM, USER, Rules, resolve
@@ -31,11 +32,8 @@ from meshpar.sharding.types import (
     axis_sizes,
     is_spec,
     leaf_of,
-    near,
-    near_or,
     num_shards,
     path_str,
-    problem,
     spec_axes,
     tree_leaves_with_paths,
 )

@@ -25,22 +25,11 @@ from meshpar.sharding.adapters.model import OVERWRITTEN, Model
 from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_impls, with_key_types, without_key_types
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.context import clear_context_mesh, replacing_mesh, tracing
-from meshpar.sharding.errors import check_cases
+from meshpar.sharding.errors import check_cases, near_or, problem
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import (
-    AnyMesh,
-    Leaf,
-    PyTree,
-    axes_of_spec,
-    axis_sizes,
-    is_spec,
-    near_or,
-    path_str,
-    problem,
-    without_axes,
-)
+from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, path_str, without_axes
 from meshpar.training.sharding_table import ShardingTable, TableLayout, Trainable, lay_out, only
 
 

@@ -39,13 +39,9 @@ from meshpar.parallel.batch import StepBatch
 from meshpar.parallel.expected.execution import Execution, StageUses
 from meshpar.sharding.activations import Boundaries
 from meshpar.sharding.context import clear_context_mesh, trace_options, tracing
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import check_not_forked
-from meshpar.sharding.types import (
-    MeshparError,
-    PyTree,
-    problem,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import PyTree, tree_leaves_with_paths
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.checks import (
     check_arrays,

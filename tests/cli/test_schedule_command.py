@@ -10,7 +10,7 @@ import pytest
 
 from meshpar.cli import schedule_command as command
 from meshpar.schedules import Schedule, make
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 
 @pytest.fixture

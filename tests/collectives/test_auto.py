@@ -17,7 +17,7 @@ from meshpar.collectives import reference
 from meshpar.hardware import algorithm_choice as choice
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 
 SLOWEST = Link(alpha_s=1e3, bytes_per_s=1e-3)

@@ -6,7 +6,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from meshpar.inspect import trace
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 
 STATS = {1: "hlo_op", 2: "hlo_module", 3: "step_num"}

@@ -12,7 +12,7 @@ import pytest
 from meshpar.interop import to_hf
 from meshpar.interop.hf import check_weights, described
 from meshpar.runs.saved_run import keep_source_files
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 from tests.grid import cases
 from tests.interop.folders import KINDS, edit_json, folder_of, golden, read_header, read_single, write_header

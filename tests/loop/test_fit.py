@@ -19,7 +19,7 @@ import meshpar as mp
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.fit import STEPS_IN_FLIGHT, Checkpointer, Hook, Preemption, Record, Validator, fit, restore_or_init
 from meshpar.loop.profiler import Profile, check_steps
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from meshpar.training.state import make_setup
 from tests.errors import raises
 from tests.training_process import Sender

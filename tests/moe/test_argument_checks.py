@@ -17,7 +17,7 @@ import meshpar as mp
 from meshpar import moe
 from meshpar.layers.auxiliary import report
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, dispatch, grouped_matmul, grouped_swiglu, moe_layer
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 
 INTS, FLOATS = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 8))

@@ -25,7 +25,7 @@ from meshpar.pipeline.executor import Functions
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from tests.grid import cases
 from tests.pipeline.replay import Stale, replay
 

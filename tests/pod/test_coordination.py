@@ -15,7 +15,7 @@ import pytest
 
 from meshpar.pod import coordination
 from meshpar.pod.coordination import Pod, StopAgreement, check_shared, flatten, this_pod
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 
 
 class Store:

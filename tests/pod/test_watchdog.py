@@ -14,7 +14,7 @@ import pytest
 from meshpar.pod import watchdog as watchdog
 from meshpar.pod.coordination import Pod
 from meshpar.pod.watchdog import BEAT_S, FailureDetector, Watchdog
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 from tests.pod.test_coordination import Store
 
 

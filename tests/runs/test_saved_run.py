@@ -34,7 +34,7 @@ from meshpar.runs.folder import run_folder
 from meshpar.pod.signals import scratch
 from meshpar.models import TransformerConfig
 from meshpar.models.architecture import LayerKind
-from meshpar.sharding.types import check_divides
+from meshpar.sharding.errors import check_divides
 from meshpar.training.state import init_state
 from tests.errors import raises
 from tests.grid import cases

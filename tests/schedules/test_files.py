@@ -8,7 +8,7 @@ import re
 import pytest
 
 from meshpar.schedules import SCHEDULES, Schedule, StageOp, make
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 from tests.pipeline.replay import replay
 

@@ -10,13 +10,13 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.sharding import types
+from meshpar.sharding import errors, types
 from meshpar.sharding.types import Leaf
 from tests.errors import raises
 
 
 def test_error_message_and_fields():
-    error = types.problem("`up/kernel` dim 1", "split over `tensor` (4)", "66 is not a multiple of 4", "pad it to 68")
+    error = errors.problem("`up/kernel` dim 1", "split over `tensor` (4)", "66 is not a multiple of 4", "pad it to 68")
     assert isinstance(error, mp.MeshparError)
     assert isinstance(error, ValueError)
     assert (error.where, error.requested, error.reason, error.fix) == (
@@ -29,11 +29,11 @@ def test_error_message_and_fields():
 
 
 def test_error_with_a_question_as_fix():
-    assert str(types.problem("a", "b", "c", types.near("fdsp", ["fsdp"]))).endswith("Did you mean `fsdp`?")
+    assert str(errors.problem("a", "b", "c", errors.near("fdsp", ["fsdp"]))).endswith("Did you mean `fsdp`?")
 
 
 def test_error_can_be_pickled():
-    error = types.problem("`x`", "shard it", "it is a scalar", "leave it out", code="wrong-shape")
+    error = errors.problem("`x`", "shard it", "it is a scalar", "leave it out", code="wrong-shape")
     restored = pickle.loads(pickle.dumps(error))
     assert str(restored) == str(error)
     assert (restored.where, restored.fix, restored.code) == ("`x`", "leave it out", "wrong-shape")
@@ -50,7 +50,7 @@ def test_error_can_be_pickled():
     ],
 )
 def test_near_suggests_similar_words(word, options, expected):
-    assert types.near(word, options) == expected
+    assert errors.near(word, options) == expected
 
 
 def test_leaf_with_wrong_number_of_names_is_refused():

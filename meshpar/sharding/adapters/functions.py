@@ -10,7 +10,8 @@ import jax
 
 from meshpar.sharding.adapters.model import Model, Variables, with_raw_keys
 from meshpar.sharding.adapters.random_keys import key_of
-from meshpar.sharding.types import Names, PyTree, near, problem, tree_leaves_with_paths
+from meshpar.sharding.errors import near, problem
+from meshpar.sharding.types import Names, PyTree, tree_leaves_with_paths
 
 
 def from_functions(

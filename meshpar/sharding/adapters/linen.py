@@ -18,17 +18,9 @@ from meshpar.sharding.activations import calling, check_array_outputs, constrain
 from meshpar.sharding.adapters.model import Model, Variables, padded, with_raw_keys
 from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_of
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
+from meshpar.sharding.errors import check_takes, near_or, problem
 from meshpar.sharding.rules import First, InTurn
-from meshpar.sharding.types import (
-    Names,
-    PyTree,
-    check_takes,
-    near_or,
-    path_str,
-    problem,
-    spec_axes,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.types import Names, PyTree, path_str, spec_axes, tree_leaves_with_paths
 
 Path: TypeAlias = tuple[str, ...]
 """Keys of a variable in nested dicts."""

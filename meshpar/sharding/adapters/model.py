@@ -17,7 +17,8 @@ from meshpar.sharding.adapters.random_keys import (
     with_key_types,
     without_key_types,
 )
-from meshpar.sharding.types import Leaf, Names, PyTree, leaf_of, problem, tree_leaves_with_paths
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import Leaf, Names, PyTree, leaf_of, tree_leaves_with_paths
 
 OVERWRITTEN = "_overwrite_with_gradient"
 """Flax's collection for scales and histories of 8-bit matmuls. The gradient of each variable is its next value."""

@@ -17,7 +17,8 @@ from meshpar.sharding.activations import check_array_outputs, constrain_output, 
 from meshpar.sharding.adapters.model import Model, Variables, padded, with_raw_keys, wrap_methods
 from meshpar.sharding.adapters.random_keys import key_of
 from meshpar.sharding.context import current
-from meshpar.sharding.types import Names, PyTree, check_takes, problem
+from meshpar.sharding.errors import check_takes, problem
+from meshpar.sharding.types import Names, PyTree
 
 
 def from_nnx(build: Callable[[Any], Any]) -> Model:

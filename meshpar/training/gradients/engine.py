@@ -12,7 +12,8 @@ from meshpar.hardware.compile_options import Options
 from meshpar.layers.losses import Loss, MicrobatchTotals
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.adapters.model import OVERWRITTEN
-from meshpar.sharding.types import MeshparError, PyTree, problem
+from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.types import PyTree
 from meshpar.training.execution import Sharded, described
 from meshpar.training.options import StepOptions
 from meshpar.training.state import TrainState

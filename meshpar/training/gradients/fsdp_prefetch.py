@@ -36,7 +36,8 @@ from meshpar.layers.scan import (
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, trace_options
-from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, problem, without_axes
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, without_axes
 from meshpar.training.execution import described
 from meshpar.training.gradients import xla
 from meshpar.training.gradients.engine import Feature, GradientEngine

@@ -29,7 +29,8 @@ from meshpar.parallel.batch import split_rows
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, trace_options
-from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, problem, without_axes
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, without_axes
 from meshpar.training.accumulation import (
     MicroStep,
     accumulated,

@@ -31,14 +31,13 @@ from meshpar.pipeline.gradients import LeafUses, StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
 from meshpar.schedules import Schedule
 from meshpar.sharding.context import current, trace_options
-from meshpar.sharding.errors import check_cases
+from meshpar.sharding.errors import check_cases, problem
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
     is_spec,
-    problem,
     scores_experts,
     spec_axes,
     tree_leaves_with_paths,

@@ -29,7 +29,8 @@ from meshpar.layers.precision import Precision
 from meshpar.layers.remat import SECOND_SHARD
 from meshpar.layers.scan import LayerRunner, leaf_at
 from meshpar.parallel import Quantize
-from meshpar.sharding.types import PyTree, axis_sizes, path_str, problem, spec_axes
+from meshpar.sharding.errors import problem
+from meshpar.sharding.types import PyTree, axis_sizes, path_str, spec_axes
 from meshpar.training.state import Setup
 
 
