@@ -91,7 +91,7 @@ class ShardingTable(Printed):
         """The number of parameters, and of trained parameters if some are frozen."""
         total = sum(d.leaf.size for d in self.params)
         trained = sum(d.leaf.size for d in self.params if d.leaf.is_trained)
-        return f"{total:,} parameters" + f", {trained:,} trained ({trained / total:.2%})" * (trained < total)
+        return f"{total:,} parameters" + (f", {trained:,} trained ({trained / total:.2%})" if trained < total else "")
 
     def __getitem__(self, path: str) -> Decision:
         decision = next((d for d in self.params if d.path == path), None)
