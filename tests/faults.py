@@ -490,7 +490,7 @@ def caught(fault: Fault) -> tuple[bool, str]:
     """Whether the tests fail with the fault in place, and their last line."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("meshpar", "tests", "recipes", "notebooks"):
+        for name in ("meshpar", "tests", "recipes", "notebooks", "docs"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path in ROOT.glob("*.*"):
             shutil.copy(path, copy) if path.is_file() else None
