@@ -260,7 +260,8 @@ def remedies(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     results: list[Remedy] = []
     failed: set[str] = set()
-    changes, excluded = _sorted_out(_candidates(step.options, setup, shapes), setup, shapes, limit_bytes)
+    candidates = _candidates(setup, describe(setup, step.options, shapes))
+    changes, excluded = _sorted_out(candidates, setup, shapes, limit_bytes)
     for change in changes:
         if failed & set(change.parts):
             continue
@@ -278,22 +279,18 @@ def remedies(
     return (*results, *excluded)
 
 
-def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Change, ...]:
+def _candidates(setup: Setup, execution: Execution) -> tuple[_Change, ...]:
     """Return single changes ordered by cost, then combinations.
 
     ZeRO-1 and ZeRO-2 send the same bytes as data parallelism. Micro-steps make matmuls smaller. Rematerialization adds
     a third of the compute. ZeRO-3 sends 1.5 times the bytes.
     """
-    stages = _smaller(setup, options, state=True)
+    stages = _smaller(setup, execution, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
-    pipelined = setup.strategy.pipeline
-    rows = max((shape[0] for x in jax.tree.leaves(rows_of(batch)) if (shape := np.shape(x))), default=0)
-    rows //= num_shards(setup.batch_sharding.spec, setup.mesh)
-    rows //= options.accumulate if pipelined is None else pipelined.microbatches
-    factors = [factor for factor in (2, 4, 8) if factor == 2 or rows % factor == 0]
-    steps = [options.accumulate * factor for factor in factors if pipelined is None]
+    factors = [factor for factor in (2, 4, 8) if factor == 2 or execution.rows % factor == 0]
+    steps = [execution.micro_steps * factor for factor in factors if not execution.is_pipelined]
     by_path = _by_path(setup)
-    policies = [] if options.remat == "full" or by_path else ["full"] if options.remat else ["dots", "full"]
+    policies = [] if execution.remat == "full" or by_path else ["full"] if execution.remat else ["dots", "full"]
     remat = {"remat": "full"} if policies else {}
 
     def with_remat(strategy: Strategy | None, can_wait: int = 0, **options: Any) -> _Change:
@@ -304,7 +301,7 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
     changes = [
         *(_Change(strategy) for strategy in early),
         *(_Change(None, {"accumulate": count}, 2 * i) for i, count in enumerate(steps)),
-        *(_Change(strategy) for strategy in _smaller(setup, options, state=False)[: len(factors)]),
+        *(_Change(strategy) for strategy in _smaller(setup, execution, state=False)[: len(factors)]),
         *(_Change(None, {"remat": policy}, 0 if policy == "full" else 3) for policy in policies),
         *([with_remat(None)] if by_path else []),
         _Change(last),
@@ -363,12 +360,12 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
     return abstract_state(setup.model, setup.tx, mesh=setup.given_mesh, strategy=strategy, **options)
 
 
-def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
+def _smaller(setup: Setup, execution: Execution, *, state: bool) -> list[Strategy]:
     """Return variants of the strategy that need less memory, ordered from the least to the most intrusive.
 
     With `state`, vary the components that shard the training state; otherwise, vary the other components.
     """
-    strategy, execution = setup.strategy, Execution(sizes=setup.sizes, micro_steps=options.accumulate)
+    strategy = setup.strategy
     parts = [part for part in strategy.parts if part.shards_state == state]
     if parts or not state:
         return [variant for part in parts for variant in strategy.memory_reductions(part, execution)]

@@ -101,7 +101,7 @@ def stages_above(stage: str, step: Execution) -> tuple[Parallelism, ...]:
     if _NUM_SHARDED.get(stage, 0) == 3:
         return (Zero("fsdp", axis=tuple(reversed(axes))),) if len(axes) > 1 else ()
     # Without gradient accumulation, ZeRO-1 and ZeRO-2 compile to the same program.
-    first: Stage = "zero2" if step.microbatches > 1 else "zero1"
+    first: Stage = "zero2" if step.micro_steps > 1 else "zero1"
     higher: tuple[Stage, ...] = tuple(
         name for name in (first, "zero3") if _NUM_SHARDED[name] > _NUM_SHARDED.get(stage, 0)
     )

@@ -62,4 +62,5 @@ def test_a_description_is_a_short_comparable_value():
     execution = described(mp.fsdp(), {"accumulate": 2}, fsdp=4)
     assert "micro_steps=2" in repr(execution)
     assert len(repr(execution)) < 1000
+    assert str(execution).splitlines()[1:] == ["batch_axes: ('fsdp',)", "micro_steps: 2", "rows: 4", "tokens: 64"]
     assert dataclasses.replace(execution) == execution != described(mp.fsdp(), {}, fsdp=4)

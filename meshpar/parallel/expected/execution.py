@@ -260,6 +260,12 @@ class Execution:
             tensor_axes=self.ordered({*self.tensor_axes, *unannotated}),
         )  # fmt: skip
 
+    def __str__(self) -> str:
+        """Return a line for each field that differs from its default."""
+        default = Execution(sizes={})
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr)
+        return "\n".join(f"{name}: {value}" for name, value in values if value != getattr(default, name))
+
     @property
     def is_pipelined(self) -> bool:
         """True if pipeline stages run the step."""
