@@ -1,4 +1,4 @@
-"""Slicing of jaxprs into two halves by the dependencies of their outputs."""
+"""Partial evaluation of jaxprs: a known and an unknown half, divided by the dependencies of their outputs."""
 
 from __future__ import annotations
 
@@ -258,29 +258,32 @@ def _selected(atoms: Sequence[Any], mask: Sequence[bool]) -> set[Variable]:
     return {atom for atom, keep in zip(atoms, mask, strict=True) if keep and not isinstance(atom, Literal)}
 
 
-# ---- Slicing ---------------------------------------------------------------------------------------------------------
+# ---- Partial evaluation ----------------------------------------------------------------------------------------------
 
 
-class Cut:
-    """A flat jaxpr in two halves. The first half contains only the equations that its outputs depend on.
+class PartialEval:
+    """A flat jaxpr in a known and an unknown half, as in jax's partial evaluation.
+
+    The known half runs first. It contains only the equations that its outputs depend on, and saves residuals: values
+    that the unknown half reads.
 
     Args:
       closed: the jaxpr, from `flat_jaxpr`.
-      first: mask of the outputs of the first half.
-      second: mask of the outputs of the second half. Default: none.
-      only_first: mask of the inputs that are not available to the second half.
+      known: mask of the outputs of the known half.
+      unknown: mask of the outputs of the unknown half. Default: none.
+      known_inputs: mask of the inputs that only the known half can read.
       shared: mask of the inputs that are the same in all calls. Values that depend only on them, and are cheap, are
-        recomputed in the second half instead of saved.
-      effects: whether the first half includes equations with side effects, such as `jax.debug.print`.
+        recomputed in the unknown half instead of saved.
+      effects: whether the known half includes equations with side effects, such as `jax.debug.print`.
     """
 
     def __init__(
         self,
         closed: ClosedJaxpr,
         *,
-        first: Sequence[bool],
-        second: Sequence[bool] | None = None,
-        only_first: Sequence[bool] | None = None,
+        known: Sequence[bool],
+        unknown: Sequence[bool] | None = None,
+        known_inputs: Sequence[bool] | None = None,
         shared: Sequence[bool] | None = None,
         effects: bool = False,
     ) -> None:
@@ -288,20 +291,20 @@ class Cut:
         none = [False] * len(jaxpr.invars)
         self.closed = closed
         self._effects = effects
-        self.loops: dict[int, _CutLoop] = {}
-        self._in_first: set[int] = set()
-        self._in_second: set[int] = set()
-        self._from_first = _selected(jaxpr.invars, only_first or none)
+        self.loops: dict[int, _PartialLoop] = {}
+        self._in_known: set[int] = set()
+        self._in_unknown: set[int] = set()
+        self._known = _selected(jaxpr.invars, known_inputs or none)
         self._shared = self._recomputable(shared or none)
-        needed_first = self._first_half(_selected(jaxpr.outvars, first))
-        self.crossing: list[Variable] = []
-        """Variables that the first half saves for the second, excluding variables inside loops."""
-        needed_second = self._second_half(_selected(jaxpr.outvars, second or [False] * len(jaxpr.outvars)))
-        self.first_needs = _marks(jaxpr.invars, needed_first)
-        """Mask of the inputs that the first half reads."""
-        self.second_needs = _marks(jaxpr.invars, needed_second)
-        """Mask of the inputs that the second half reads."""
-        self.needs = [a or b for a, b in zip(self.first_needs, self.second_needs, strict=True)]
+        read_by_known = self._plan_known(_selected(jaxpr.outvars, known))
+        self.residuals: list[Variable] = []
+        """Variables that the known half saves for the unknown half, excluding variables inside loops."""
+        read_by_unknown = self._plan_unknown(_selected(jaxpr.outvars, unknown or [False] * len(jaxpr.outvars)))
+        self.known_reads = _marks(jaxpr.invars, read_by_known)
+        """Mask of the inputs that the known half reads."""
+        self.unknown_reads = _marks(jaxpr.invars, read_by_unknown)
+        """Mask of the inputs that the unknown half reads."""
+        self.reads = [a or b for a, b in zip(self.known_reads, self.unknown_reads, strict=True)]
         """Mask of the inputs that either half reads."""
 
     # -- Planning -----------------------------------------------------------------------------------------------------
@@ -316,86 +319,86 @@ class Cut:
                 recomputable.update(eqn.outvars)
         return recomputable
 
-    def _first_half(self, needed: set[Variable]) -> set[Variable]:
+    def _plan_known(self, needed: set[Variable]) -> set[Variable]:
         for index, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
             wanted = [v in needed for v in eqn.outvars]
             if not any(wanted) and not (self._effects and eqn.effects):
                 continue
-            self._in_first.add(index)
+            self._in_known.add(index)
             if eqn.primitive.name == "scan":
-                self.loops[index] = loop = _CutLoop(eqn, self._shared, wanted, effects=self._effects)
-                needed |= _selected(eqn.invars, loop.inputs(loop.cut.first_needs, loop.first))
-                self._from_first |= _selected(eqn.outvars, loop.first)
+                self.loops[index] = loop = _PartialLoop(eqn, self._shared, wanted, effects=self._effects)
+                needed |= _selected(eqn.invars, loop.inputs(loop.partial_eval.known_reads, loop.known))
+                self._known |= _selected(eqn.outvars, loop.known)
             else:
                 needed.update(_variables(eqn.invars))
-                self._from_first.update(eqn.outvars)
+                self._known.update(eqn.outvars)
         return needed
 
-    def _second_half(self, needed: set[Variable]) -> set[Variable]:
-        crossing: set[Variable] = set()
-        # Variables of the first half that the second half cannot recompute, so that they must be saved.
-        from_first = self._from_first - self._shared
+    def _plan_unknown(self, needed: set[Variable]) -> set[Variable]:
+        residuals: set[Variable] = set()
+        # Variables of the known half that the unknown half cannot recompute, so that they are residuals.
+        known = self._known - self._shared
         for index, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
-            crossing |= needed & from_first
-            needed -= from_first
+            residuals |= needed & known
+            needed -= known
             wanted = [v in needed for v in eqn.outvars]
             if not any(wanted):
                 continue
-            self._in_second.add(index)
+            self._in_unknown.add(index)
             if eqn.primitive.name == "scan":
-                loop = self.loops.setdefault(index, _CutLoop(eqn, self._shared, [False] * len(eqn.outvars)))
+                loop = self.loops.setdefault(index, _PartialLoop(eqn, self._shared, [False] * len(eqn.outvars)))
                 loop.finish(wanted)
-                needed |= _selected(eqn.invars, loop.inputs(loop.cut.second_needs, loop.second))
+                needed |= _selected(eqn.invars, loop.inputs(loop.partial_eval.unknown_reads, loop.unknown))
             else:
                 needed.update(_variables(eqn.invars))
-        crossing |= needed & from_first
+        residuals |= needed & known
         variables = [*self.closed.jaxpr.invars, *(v for eqn in self.closed.jaxpr.eqns for v in eqn.outvars)]
-        self.crossing = [v for v in variables if v in crossing]
-        return needed - from_first
+        self.residuals = [v for v in variables if v in residuals]
+        return needed - known
 
     # -- Running ------------------------------------------------------------------------------------------------------
 
-    def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        """Run the first half, and return all outputs (None if the second half computes them) and the saved values."""
-        return run(self.first(args))
+    def run_known(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        """Run the known half, and return all outputs (None if the unknown half computes them) and the residuals."""
+        return run(self.known_steps(args))
 
-    def first(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
-        """Return `run_first` as steps."""
+    def known_steps(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
+        """Return `run_known` as steps."""
         env = _Env(self.closed, args)
-        saved: list[Value] = []
+        residuals: list[Value] = []
         for index, eqn in enumerate(self.closed.jaxpr.eqns):
-            if index not in self._in_first:
+            if index not in self._in_known:
                 continue
             if index in self.loops:
-                out, stacked = yield from self.loops[index].first_half(env.read(eqn.invars))
-                saved += stacked
+                out, stacked = yield from self.loops[index].known_steps(env.read(eqn.invars))
+                residuals += stacked
                 env.write(eqn.outvars, out)
             else:
                 env.write(eqn.outvars, _evaluate(eqn, env.read(eqn.invars)))
-        return env.results(self.closed.jaxpr.outvars), [*env.read(self.crossing), *saved]
+        return env.results(self.closed.jaxpr.outvars), [*env.read(self.residuals), *residuals]
 
-    def second(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
-        """Run the second half with the saved values, and return all outputs (None if the first half computes them)."""
+    def unknown_steps(self, args: Sequence[Value], residuals: Sequence[Value]) -> Steps[list[Value]]:
+        """Run the unknown half with the residuals, and return all outputs (None if the known half computes them)."""
         env = _Env(self.closed, args)
-        env.write(self.crossing, saved[: len(self.crossing)])
-        remaining = list(saved[len(self.crossing) :])
+        env.write(self.residuals, residuals[: len(self.residuals)])
+        remaining = list(residuals[len(self.residuals) :])
         for index, eqn in enumerate(self.closed.jaxpr.eqns):
             loop = self.loops.get(index)
-            count = loop.num_saved if loop is not None and index in self._in_first else 0
+            count = loop.num_residuals if loop is not None and index in self._in_known else 0
             stacked, remaining = remaining[:count], remaining[count:]
-            if index not in self._in_second:
+            if index not in self._in_unknown:
                 continue
             if loop is not None:
                 old = env.read(eqn.outvars)
-                out = yield from loop.second_half(env.read(eqn.invars), stacked)
+                out = yield from loop.unknown_steps(env.read(eqn.invars), stacked)
                 env.write(eqn.outvars, [y if x is None else x for x, y in zip(old, out, strict=True)])
             else:
                 env.write(eqn.outvars, _evaluate(eqn, env.read(eqn.invars)))
         return env.results(self.closed.jaxpr.outvars)
 
 
-class _CutLoop:
-    """A loop with a sliced body: the first half runs over all steps, then the second half does."""
+class _PartialLoop:
+    """A loop whose body is partially evaluated: the known half runs over all steps, then the unknown half does."""
 
     def __init__(self, eqn: JaxprEqn, shared: set[Variable], wanted: Sequence[bool], *, effects: bool = False) -> None:
         self.loop = _Loop(eqn)
@@ -403,61 +406,61 @@ class _CutLoop:
         self.shared = [isinstance(v, Literal) or v in shared for v in eqn.invars]
         for index in range(self.loop.num_consts, self.loop.num_consts + self.loop.num_carry):
             self.shared[index] = False  # Carried values differ between steps.
-        self.first = list(wanted)
-        """Mask of the outputs of the first half, including the carry that they depend on."""
-        self.second = [False] * len(wanted)
-        # Extend the carry of the first half until it includes all carried values that its body reads.
+        self.known = list(wanted)
+        """Mask of the outputs of the known half, including the carry that they depend on."""
+        self.unknown = [False] * len(wanted)
+        # Extend the carry of the known half until it includes all carried values that its body reads.
         while True:
-            self.cut = Cut(self.loop.body, first=self.first, shared=self.shared, effects=effects)
-            carried = self.loop.split(self.cut.first_needs)[1]
-            if not any(need and not is_first for need, is_first in zip(carried, self.first, strict=False)):
+            self.partial_eval = PartialEval(self.loop.body, known=self.known, shared=self.shared, effects=effects)
+            carried = self.loop.split(self.partial_eval.known_reads)[1]
+            if not any(need and not is_known for need, is_known in zip(carried, self.known, strict=False)):
                 break
-            self.first[: self.loop.num_carry] = [a or b for a, b in zip(carried, self.first, strict=False)]
+            self.known[: self.loop.num_carry] = [a or b for a, b in zip(carried, self.known, strict=False)]
 
     def finish(self, wanted: Sequence[bool]) -> None:
-        """Plan the second half. `wanted` is the mask of the outputs that it computes."""
-        self.second = list(wanted)
+        """Plan the unknown half. `wanted` is the mask of the outputs that it computes."""
+        self.unknown = list(wanted)
         n = self.loop.num_carry
-        only_first = [False] * self.loop.num_consts + self.first[:n]
-        only_first += [False] * (len(self.shared) - len(only_first))
+        known_inputs = [False] * self.loop.num_consts + self.known[:n]
+        known_inputs += [False] * (len(self.shared) - len(known_inputs))
         while True:
-            self.cut = Cut(
+            self.partial_eval = PartialEval(
                 self.loop.body,
-                first=self.first,
-                second=self.second,
-                only_first=only_first,
+                known=self.known,
+                unknown=self.unknown,
+                known_inputs=known_inputs,
                 shared=self.shared,
                 effects=self.effects,
             )
-            carried = self.loop.split(self.cut.second_needs)[1]
-            more = [need and not is_first for need, is_first in zip(carried, self.first, strict=False)]
-            if not any(need and not is_second for need, is_second in zip(more, self.second, strict=False)):
+            carried = self.loop.split(self.partial_eval.unknown_reads)[1]
+            more = [need and not is_known for need, is_known in zip(carried, self.known, strict=False)]
+            if not any(need and not is_unknown for need, is_unknown in zip(more, self.unknown, strict=False)):
                 break
-            self.second[:n] = [a or b for a, b in zip(more, self.second, strict=False)]
+            self.unknown[:n] = [a or b for a, b in zip(more, self.unknown, strict=False)]
 
     @property
-    def num_saved(self) -> int:
-        """Number of stacked values that the first half saves for the second."""
-        return len(self.cut.crossing) + sum(loop.num_saved for loop in self.cut.loops.values())
+    def num_residuals(self) -> int:
+        """Number of stacked values that the known half saves for the unknown half."""
+        return len(self.partial_eval.residuals) + sum(loop.num_residuals for loop in self.partial_eval.loops.values())
 
     def inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
         """Return the mask of the loop inputs that a half reads, given the masks of its body inputs and outputs."""
         consts, carry, xs = self.loop.split(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 
-    def first_half(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
-        return (yield from self._half(args, self.first, self.cut.first_needs, self.cut.run_first, []))
+    def known_steps(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
+        return (yield from self._half(args, self.known, self.partial_eval.known_reads, self.partial_eval.run_known, []))
 
-    def second_half(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
+    def unknown_steps(self, args: Sequence[Value], residuals: Sequence[Value]) -> Steps[list[Value]]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:
-            return run(self.cut.second(full, stacked)), []
+            return run(self.partial_eval.unknown_steps(full, stacked)), []
 
-        out, _ = yield from self._half(args, self.second, self.cut.second_needs, body, saved)
+        out, _ = yield from self._half(args, self.unknown, self.partial_eval.unknown_reads, body, residuals)
         return out
 
     def _half(
         self, args: Sequence[Value], outputs: Sequence[bool], needs: Sequence[bool],
-        body: Callable[..., tuple[list[Value], list[Value]]], saved: Sequence[Value],
+        body: Callable[..., tuple[list[Value], list[Value]]], residuals: Sequence[Value],
     ) -> Steps[tuple[list[Value], list[Value]]]:  # fmt: skip
         """Run a half over all steps, with only the carried and stacked values that it uses."""
         count = sum(outputs[: self.loop.num_carry])
@@ -467,13 +470,13 @@ class _CutLoop:
         used_xs = [value for value, use in zip(xs, reads, strict=True) if use]
 
         def step(carried: list[Value], stacked: tuple[list[Value], list[Value]]) -> Any:
-            xs, saved_xs = stacked
+            xs, residual_xs = stacked
             body_args = [*consts, *_spread(carried, outputs[: self.loop.num_carry]), *_spread(xs, reads)]
-            out, saved_ys = body(body_args, *saved_xs)
+            out, residual_ys = body(body_args, *residual_xs)
             used = [value for value, keep in zip(out, outputs, strict=True) if keep]
-            return used[:count], [*used[count:], *saved_ys]
+            return used[:count], [*used[count:], *residual_ys]
 
-        out = yield PendingLoop(self.loop, step, used_carry, (used_xs, list(saved)), _scopes(self.loop.eqn))
+        out = yield PendingLoop(self.loop, step, used_carry, (used_xs, list(residuals)), _scopes(self.loop.eqn))
         num_outputs = sum(outputs)
         return _spread(out[:num_outputs], outputs), out[num_outputs:]
 

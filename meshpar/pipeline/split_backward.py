@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from meshpar.pipeline.jaxpr_slicing import Cut, Steps, depends, flat_jaxpr, run
+from meshpar.pipeline.jaxpr_slicing import PartialEval, Steps, depends, flat_jaxpr, run
 from meshpar.sharding.types import PyTree
 
 Values: TypeAlias = tuple[jax.Array, ...]
@@ -22,10 +22,10 @@ def split_vjp(
 ) -> SplitVjp:
     """Split the backward pass of a function into the input gradient (B) and the parameter gradient (W).
 
-    The backward pass is traced and sliced: equations that the input gradient depends on are B, and the remaining
-    equations are W. No op is computed twice. Calls (`jit`, `checkpoint`, custom rules) are inlined. The body of a loop
-    over layers (`lax.scan`) is split: B runs over the layers in reverse, then W does. `lax.cond`, `lax.while_loop` and
-    `shard_map` are not split; they are part of B if the input gradient needs any of their results.
+    The backward pass is traced and divided by partial evaluation: equations that the input gradient depends on are B,
+    and the remaining equations are W. No op is computed twice. Calls (`jit`, `checkpoint`, custom rules) are inlined.
+    The body of a loop over layers (`lax.scan`) is split: B runs over the layers in reverse, then W does. `lax.cond`,
+    `lax.while_loop` and `shard_map` are not split; they are part of B if the input gradient needs any of their results.
 
     B and W are from Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241; this function applies to any JAX
     function.
@@ -69,16 +69,16 @@ def split_vjp(
     backward_jaxpr, _ = flat_jaxpr(backward, residuals, of_y.smooth(y))
     depends_on_x = depends(forward_jaxpr.jaxpr, [False] * of_params.count + [True] * of_x.count)[of_y.count :]
     is_dparams = [True] * of_params.num_smooth + [False] * of_x.num_smooth
-    backward_cut = Cut(
+    partial_backward = PartialEval(
         backward_jaxpr,
-        first=[not flag for flag in is_dparams],
-        second=is_dparams,
-        only_first=[False] * len(residuals) + [True] * of_y.num_smooth,
+        known=[not flag for flag in is_dparams],
+        unknown=is_dparams,
+        known_inputs=[False] * len(residuals) + [True] * of_y.num_smooth,
         shared=[not flag for flag in depends_on_x] + [False] * of_y.num_smooth,
         effects=True,
     )
     variables = forward_jaxpr.jaxpr.outvars[of_y.count :]
-    places = _Residuals(variables, depends_on_x, backward_cut.needs[: len(residuals)])
+    places = _Residuals(variables, depends_on_x, partial_backward.reads[: len(residuals)])
     indices = range(len(residuals))
     saved, shared = (tuple(residuals[i] for i in group) for group in (places.saved, places.shared))
     split = SplitVjp(
@@ -88,10 +88,12 @@ def split_vjp(
         _x=of_x,
         _y=of_y,
         _residuals=places,
-        _forward=Cut(forward_jaxpr, first=[True] * of_y.count + [i in places.saved for i in indices], effects=True),
-        _shared=Cut(forward_jaxpr, first=[False] * of_y.count + [i in places.shared for i in indices]),
-        _backward=backward_cut,
-        _at_once=Cut(backward_jaxpr, first=[True] * len(is_dparams), effects=True),
+        _forward=PartialEval(
+            forward_jaxpr, known=[True] * of_y.count + [i in places.saved for i in indices], effects=True
+        ),
+        _shared=PartialEval(forward_jaxpr, known=[False] * of_y.count + [i in places.shared for i in indices]),
+        _backward=partial_backward,
+        _at_once=PartialEval(backward_jaxpr, known=[True] * len(is_dparams), effects=True),
     )
     deferred = jax.eval_shape(lambda *args: split.backward(*args)[1], shared, saved, y)
     return dataclasses.replace(split, deferred_weight_grads=_shapes(deferred))
@@ -115,27 +117,27 @@ class SplitVjp:
     _x: _TreeLeaves
     _y: _TreeLeaves
     _residuals: _Residuals
-    _forward: Cut
-    _shared: Cut
-    _backward: Cut
-    _at_once: Cut
+    _forward: PartialEval
+    _shared: PartialEval
+    _backward: PartialEval
+    _at_once: PartialEval
 
     def forward(self, params: PyTree, x: PyTree) -> tuple[PyTree, Values]:
         """Run F, and return `(y, saved_activations)`."""
         return run(self.forward_steps(params, x))
 
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
-        """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.together`.
+        """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.run_interleaved`.
 
         The other methods whose names end in `_steps` are generators, too.
         """
-        out, _ = yield from self._forward.first(jax.tree.leaves((params, x)))
+        out, _ = yield from self._forward.known_steps(jax.tree.leaves((params, x)))
         y, residuals = out[: self._y.count], out[self._y.count :]
         return jax.tree.unflatten(self._y.structure, y), tuple(residuals[i] for i in self._residuals.saved)
 
     def shared(self, params: PyTree) -> Values:
         """Return the residuals that depend on parameters and constants only. They are the same for all microbatches."""
-        out, _ = self._shared.run_first([*jax.tree.leaves(params), *[None] * self._x.count])
+        out, _ = self._shared.run_known([*jax.tree.leaves(params), *[None] * self._x.count])
         residuals = out[self._y.count :]
         return tuple(residuals[i] for i in self._residuals.shared)
 
@@ -149,7 +151,7 @@ class SplitVjp:
 
     def backward_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, Values]]:
         args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
-        out, deferred = yield from self._backward.first(args)
+        out, deferred = yield from self._backward.known_steps(args)
         return self._x.tree(out[self._params.num_smooth :]), tuple(deferred)
 
     def weights(self, shared: Values, saved: Values, deferred: Values) -> PyTree:
@@ -158,13 +160,13 @@ class SplitVjp:
 
     def weights_steps(self, shared: Values, saved: Values, deferred: Values) -> Steps[PyTree]:
         args = [*self._residuals.all(shared, saved), *[None] * self._y.num_smooth]
-        out = yield from self._backward.second(args, deferred)
+        out = yield from self._backward.unknown_steps(args, deferred)
         return self._params.tree(out[: self._params.num_smooth])
 
     def at_once_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, PyTree]]:
         """Run B and W together, and return `(dx, dparams)`. They share the loop over layers: no values are deferred."""
         args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
-        out, _ = yield from self._at_once.first(args)
+        out, _ = yield from self._at_once.known_steps(args)
         count = self._params.num_smooth
         return self._x.tree(out[count:]), self._params.tree(out[:count])
 
@@ -176,10 +178,10 @@ class SplitVjp:
         def params_read(needs: Sequence[bool]) -> list[bool]:
             read = {index for index, need in zip(residuals.unique, needs, strict=False) if need}
             wanted = [i in read and i in residuals.shared for i in range(len(residuals.unique))]
-            return Cut(self._forward.closed, first=[False] * self._y.count + wanted).first_needs[:count]
+            return PartialEval(self._forward.closed, known=[False] * self._y.count + wanted).known_reads[:count]
 
-        in_b, in_w = params_read(self._backward.first_needs), params_read(self._backward.second_needs)
-        return tuple(zip(self._forward.first_needs[:count], in_b, in_w, strict=True))
+        in_b, in_w = params_read(self._backward.known_reads), params_read(self._backward.unknown_reads)
+        return tuple(zip(self._forward.known_reads[:count], in_b, in_w, strict=True))
 
 
 class _TreeLeaves:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from meshpar.layers.auxiliary import check_numbers
 from meshpar.layers.scan import check_alike
 from meshpar.pipeline.executor import MicrobatchInputs, Params, layout_of
-from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
+from meshpar.pipeline.jaxpr_slicing import PartialEval, flat_jaxpr
 from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
 from meshpar.sharding.errors import check_choice, problem
@@ -167,7 +167,7 @@ def checked_uses(
         closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
         _check_collectives(name, closed.jaxpr, run.axis, axis_sizes(run.mesh))
         if name != "stage_fn":
-            uses.append(list(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count]))
+            uses.append(list(PartialEval(closed, known=[True] * len(closed.jaxpr.outvars)).known_reads[:count]))
     return uses[0], uses[1]
 
 
@@ -196,7 +196,7 @@ def _check_independent(
         lambda outer, chunk_params, x, inputs: (inside(chunk_params, outer, x, inputs), ()),
         embedding_and_head, chunk_params, x, inputs,
     )  # fmt: skip
-    used = Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs
+    used = PartialEval(closed, known=[True] * len(closed.jaxpr.outvars)).known_reads
     for leaf, is_used in zip(jax.tree.leaves(embedding_and_head), used, strict=False):
         if is_used:
             where = f"a parameter of shape {leaf.shape} that the layers use"

@@ -28,7 +28,7 @@ from meshpar.parallel.expected.execution import Execution, StageUses
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
 from meshpar.pipeline.gradients import LeafUses, StagedRun
-from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
+from meshpar.pipeline.jaxpr_slicing import PartialEval, depends, flat_jaxpr
 from meshpar.schedules import Schedule
 from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import check_cases, problem
@@ -359,11 +359,11 @@ class _Epilogue:
         dependencies.check(where, aux_metrics)
         share: jax.Array | float = 0.0 if aux is None else _loss_share(traced, args, where, is_weighted=is_weighted[-1])
         is_needed = [False, *(name in aux_metrics for name in metrics), *[True] * len(jax.tree.leaves(after))]
-        cut = Cut(closed, first=is_needed)
+        partial_eval = PartialEval(closed, known=is_needed)
 
         def run(extra: PyTree, aux: Aux | None) -> tuple[dict[str, jax.Array], PyTree]:
             leaves = jax.tree.leaves((extra, aux))
-            out, _ = cut.run_first([*leaves, *[None] * (len(closed.jaxpr.invars) - len(leaves))])
+            out, _ = partial_eval.run_known([*leaves, *[None] * (len(closed.jaxpr.invars) - len(leaves))])
             _, metrics, after_step = jax.tree.unflatten(jax.tree.structure(results), out)
             return {name: metrics[name] for name in aux_metrics}, after_step
 
@@ -455,7 +455,7 @@ def _loss_share(
             fix = "remove it from the total, and call `meshpar.layers.auxiliary.report(loss=aux.loss)` instead"
         where, requested = f"the loss under {where}", "use the layers' auxiliary loss"
         raise problem(where, requested, reason, fix, code="unsupported-feature")
-    return Cut(closed, first=[True]).run_first([None] * num_inputs)[0][0]
+    return PartialEval(closed, known=[True]).run_known([None] * num_inputs)[0][0]
 
 
 def _zeros(like: PyTree) -> Any:
