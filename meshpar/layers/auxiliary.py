@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.sharding.context import current, trace_options
+from meshpar.sharding.context import BOUNDARIES, TraceOption
 from meshpar.sharding.errors import check_cases, named, problem
 
 
@@ -28,17 +28,20 @@ class Reports:
         return sum(self.losses[1:], self.losses[0]) if self.losses else None
 
 
+REPORTS = TraceOption[Reports]("reports")
+
+
 @contextlib.contextmanager
 def collecting() -> Iterator[Reports]:
     """Yield the `Reports` to which calls of `report` in this context are added."""
     reports = Reports()
-    with trace_options(reports=reports):
+    with REPORTS.set(reports):
         yield reports
 
 
 def is_listening() -> bool:
     """Return whether reports are collected."""
-    return current().reports is not None
+    return REPORTS.value is not None
 
 
 def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
@@ -70,7 +73,7 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
     case = metrics is not None and not isinstance(metrics, Mapping), "it is not a dict", 'pass {"my/metric": array}'
     check_cases("report(metrics=...)", f"use a {type(metrics).__name__}", "wrong-type", case)
     arrays = {name: _as_array(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
-    reports, boundaries = current().reports, current().boundaries
+    reports, boundaries = REPORTS.value, BOUNDARIES.value
     if reports is None:
         return
     for path in () if boundaries is None else sorted(boundaries.recomputed):

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layers.auxiliary import is_counted
 from meshpar.sharding.activations import batch_divided
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import ambient, current, spec_of, trace_options
+from meshpar.sharding.context import BOUNDARIES, TraceOption, ambient, spec_of
 from meshpar.sharding.errors import MeshparError, check_cases, check_divides, problem
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes
 
@@ -44,7 +44,7 @@ def join_batch(parts: tuple[PyTree, ...]) -> PyTree:
 def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
     """Check that the first dim of x is the batch, and the first dim of `per_example` arrays is the batch or 1."""
     where, requested = f"train_step(batch_slices={count})", f"run layers on {count} slices of the batch"
-    leaves, boundaries = jax.tree.leaves(x), current().boundaries
+    leaves, boundaries = jax.tree.leaves(x), BOUNDARIES.value
     is_mapped = any(type(leaf).__name__ == "BatchTracer" for leaf in leaves)  # the class is not public
     reason = "the layers run under jax.vmap on a single example"
     fix = "call scan_layers on the full batch, or use batch_slices=1"
@@ -76,7 +76,7 @@ def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) 
 
     def on_slices(xs: tuple[PyTree, ...], params: PyTree, *inputs: PyTree) -> Any:
         statistics = SliceStatistics()
-        with batch_divided(count), trace_options(slices=statistics), _explain_errors(count):
+        with batch_divided(count), SLICES.set(statistics), _explain_errors(count):
             outputs = [
                 layer(x, params, *(_fold_in(tree, i) for tree in inputs), *(() if local is None else (local,)))
                 for i, (x, local) in enumerate(zip(xs, sliced, strict=True))
@@ -109,14 +109,17 @@ class SliceStatistics:
         check_cases(f"train_step(batch_slices={count})", "add up router statistics", "unsupported-feature", is_lost)
 
 
+SLICES = TraceOption[SliceStatistics]("slices")
+
+
 def is_sliced() -> bool:
     """Return whether a layer is traced on a slice of the batch."""
-    return current().slices is not None
+    return SLICES.value is not None
 
 
 def note_statistics() -> None:
     """Register a layer whose loss is not a mean over examples. Layers on slices of a batch have to return its sums."""
-    if (statistics := current().slices) is not None:
+    if (statistics := SLICES.value) is not None:
         statistics.num_layers += 1
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import ambient, current, param_spec, spec_of, trace_options
+from meshpar.sharding.context import BOUNDARIES, TraceOption, ambient, param_spec, spec_of
 from meshpar.sharding.errors import check_cases, check_choice, problem
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
@@ -226,17 +226,22 @@ class Numerics:
     """Uses of parameters by pipeline stages, recorded by their engine."""
 
 
+NUMERICS = TraceOption[Numerics]("numerics")
+REGATHERS = TraceOption[bool]("regathers")
+"""Whether the runner of the layers gathers their weights in both passes; see `LayerRunner.regathers`."""
+
+
 @contextlib.contextmanager
 def numerics(precision: Precision, remat: str | None, batch_slices: int = 1) -> Iterator[Numerics]:
     """Set the options of a step for `dot_general` and `meshpar.scan_layers`."""
     context = Numerics(precision, remat, batch_slices=batch_slices)
-    with trace_options(numerics=context):
+    with NUMERICS.set(context):
         yield context
 
 
 def matmul_here() -> str | None:
     """Return the matmul format of the module that is being traced: one of `MATMULS`, or None."""
-    context, boundaries = current().numerics, current().boundaries
+    context, boundaries = NUMERICS.value, BOUNDARIES.value
     if context is None or context.precision.matmul is None:
         return None
     word, matched = context.precision.matmul_in("" if boundaries is None else boundaries.module)
@@ -262,7 +267,7 @@ def check_narrow(word: str, dtype: Any) -> None:
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
     """Return the dtype of the weight gradient's matmul, as in `dot_general`, or None outside a step."""
-    context = current().numerics
+    context = NUMERICS.value
     return None if context is None else context.precision.reduce_dtype(dtype)
 
 
@@ -282,7 +287,7 @@ def _replicated_heads(weight: jax.Array, names: tuple[str | None, ...]) -> Named
     Without this layout, XLA divides the matmul among the ranks of these axes, and exchanges parts of the weight and of
     its gradient. None: the weight is not such a weight, or the engine has gathered it.
     """
-    context, is_gathered = ambient(), getattr(current().runner, "regathers", False)
+    context, is_gathered = ambient(), REGATHERS.value
     if context is None or "kv_heads" not in names or is_gathered or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     heads = spec_of(jax.ShapeDtypeStruct((context.mesh.size,), weight.dtype), "act_heads")
@@ -318,7 +323,7 @@ def dot_general(
       low_precision: whether `Precision.matmul` applies. False in output layers, for example.
       names: logical names of the weight's dims, which tell 8-bit matmuls the dims that tensor parallelism shards.
     """
-    context = current().numerics
+    context = NUMERICS.value
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
     if context is not None and low_precision and (word := matmul_here()) is not None:
         check_narrow(word, jnp.result_type(lhs, rhs) if jnp.iscomplexobj(lhs) else rhs.dtype)
@@ -332,12 +337,12 @@ def dot_general(
         b = b if layout is None else with_layout(b, layout)
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
 
-    reduce = weight_grad_dtype(rhs.dtype) if jnp.issubdtype(rhs.dtype, jnp.floating) else None
-    if layout is not None and reduce is not None:
+    grad_dtype = weight_grad_dtype(rhs.dtype) if jnp.issubdtype(rhs.dtype, jnp.floating) else None
+    if layout is not None and grad_dtype is not None:
         rhs = _with_gradient_layout(layout, rhs)
-    elif reduce is None or reduce == rhs.dtype:
+    elif grad_dtype is None or grad_dtype == rhs.dtype:
         return plain(lhs, rhs)
-    return dot_with_gradient_dtype(plain, contracting, batch, reduce, lhs, rhs)
+    return dot_with_gradient_dtype(plain, contracting, batch, grad_dtype, lhs, rhs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,16 +6,18 @@ layers in sequence: a `lax.scan`, a scan that prefetches, or pipeline stages
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_slices, split_batch
+from meshpar.layers.precision import NUMERICS, REGATHERS
 from meshpar.layers.remat import regathering, remat_policy
-from meshpar.sharding.context import ambient, current
+from meshpar.sharding.context import TraceOption, ambient
 from meshpar.sharding.errors import check_cases, near_or, problem
 from meshpar.sharding.types import PyTree
 
@@ -131,7 +133,7 @@ Layer: TypeAlias = Callable[[Any, PyTree], Any]
 
 
 class LayerRunner:
-    """Runs the stacked layers of a model with `lax.scan`. Gradient engines set other runners with `within(runner=...)`.
+    """Runs the stacked layers of a model with `lax.scan`. Gradient engines set other runners with `running`.
 
     jax compares trace contexts by equality, so runners are compared by identity, and each trace needs a new one.
     """
@@ -147,6 +149,16 @@ class LayerRunner:
         """Return the result of `scan_layers`. `inputs` are stacked parameters, extra inputs and caches."""
         with jax.named_scope(at):
             return scanned(layer, x, inputs, with_caches=inputs[2] is not None)
+
+
+RUNNER = TraceOption[LayerRunner]("runner")
+
+
+@contextlib.contextmanager
+def running(runner: LayerRunner) -> Iterator[None]:
+    """Run the stacked layers of the model with a runner."""
+    with RUNNER.set(runner), REGATHERS.set(runner.regathers):
+        yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,12 +180,13 @@ class StageRunner(LayerRunner):
 
 def is_staged() -> bool:
     """Return whether pipeline stages run the layers of the model that is being traced."""
-    return isinstance(current().runner, StageRunner)
+    return isinstance(RUNNER.value, StageRunner)
 
 
 def is_partial_trace() -> bool:
     """Return whether only a part of the model is being traced, so that some modules may not be called."""
-    return is_staged() and current().runner.in_part
+    runner = RUNNER.value
+    return isinstance(runner, StageRunner) and runner.in_part
 
 
 def step_selects_residuals() -> bool:
@@ -182,7 +195,7 @@ def step_selects_residuals() -> bool:
     Layers must then not use `jax.checkpoint`. With `remat="full"` only the layer's input is saved. With pipeline
     stages, activations that a layer recomputes would be kept until its weight gradients are computed.
     """
-    context = current().numerics
+    context = NUMERICS.value
     return is_staged() or (context is not None and context.remat == "full")
 
 
@@ -243,7 +256,7 @@ def scan_layers(
       >>> float(aux.loss)
       10.0
     """
-    context, runner = current().numerics, current().runner
+    context, runner = NUMERICS.value, RUNNER.value
     if runner is None or (is_staged() and not staged):
         runner = LayerRunner()
     num_slices = 1 if context is None or caches is not None else context.batch_slices
@@ -263,7 +276,7 @@ def _in_context(layer: Callable[..., Any], at: str, runner: LayerRunner) -> Laye
         shards, *optional = inputs
         return layer(x, runner.weights(at, shards), *(tree for tree in optional if tree is not None))
 
-    context = current().numerics
+    context = NUMERICS.value
     if context is None:
         return body
     context.num_scans += 1

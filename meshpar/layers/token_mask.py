@@ -11,7 +11,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Bool
 
-from meshpar.sharding.context import current, trace_options
+from meshpar.sharding.context import TraceOption
 from meshpar.sharding.errors import check_cases
 
 
@@ -22,6 +22,9 @@ class TokenMask:
     tokens: Bool[Array, "B T"]
     is_declared: bool
     """Whether the batch has arrays that mark padding, so that layers must not ignore the mask."""
+
+
+TOKEN_MASK = TraceOption[TokenMask]("token_mask")
 
 
 def masking(mask: Bool[Array, "B T"], *, is_declared: bool = True) -> contextlib.AbstractContextManager[object]:
@@ -36,12 +39,12 @@ def masking(mask: Bool[Array, "B T"], *, is_declared: bool = True) -> contextlib
           with mp.moe.masking(batch["segments"] > 0):
               logits = model(batch["inputs"])
     """
-    return trace_options(token_mask=TokenMask(mask, is_declared))
+    return TOKEN_MASK.set(TokenMask(mask, is_declared))
 
 
 def current_mask() -> Bool[Array, "B T"] | None:
     """Return the mask of `masking`, or None if all tokens count."""
-    mask = current().token_mask
+    mask = TOKEN_MASK.value
     return None if mask is None else mask.tokens
 
 
@@ -51,7 +54,7 @@ def mask_for(where: str, x: jax.Array) -> Bool[Array, "B T"] | None:
     Raises:
       ValueError: the mask describes other tokens, because the layer runs on a part or in a different order.
     """
-    mask = current().token_mask
+    mask = TOKEN_MASK.value
     if mask is None or (mask.tokens.shape != x.shape[:2] and not mask.is_declared):
         return None
     reason = f"the mask of the batch has shape {mask.tokens.shape} and describes other tokens"

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from meshpar.optim.matrix_dims import stack_dims
-from meshpar.sharding.context import current
+from meshpar.sharding.context import TraceOption
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import AnyMesh, Names, PyTree, axis_sizes, path_str, scores_experts, spec_axes
 
@@ -45,6 +45,9 @@ class Updating:
 
     mesh: AnyMesh
     specs: Mapping[str, PartitionSpec]
+
+
+UPDATES = TraceOption[Updating]("updates")
 
 
 def exchange(num_matrices: int, *, ranks: int, replicas: int = 1) -> tuple[Literal["owners", "gather"], float]:
@@ -234,7 +237,7 @@ class _Array:
         # The iteration commutes with transposition, so `down` and `up` can be in the same group.
         short, long = (rows, columns) if fans[0] <= fans[1] else (columns, rows)
         batch = tuple(dim for dim in range(x.ndim) if dim not in (*rows, *columns))
-        updating = current().updates
+        updating = UPDATES.value
         spec = () if updating is None else tuple(updating.specs[path])
         sizes = {} if updating is None else axis_sizes(updating.mesh)
         axes = [tuple(a for a in spec_axes(entry) if sizes[a] > 1) for entry in spec]
@@ -275,7 +278,7 @@ class _Array:
 
 
 def _orthogonalized(arrays: Sequence[_Array], newton_schulz: Kernel, share: bool) -> list[jax.Array]:
-    updating = current().updates
+    updating = UPDATES.value
     groups: dict[Any, list[int]] = {}
     for index, array in enumerate(arrays):
         groups.setdefault(array.group_key, []).append(index)
@@ -314,7 +317,7 @@ class _Layout:
 
     @staticmethod
     def create(array: _Array, num_matrices: int, share: bool) -> _Layout:
-        updating = current().updates
+        updating = UPDATES.value
         sizes, dims = {} if updating is None else axis_sizes(updating.mesh), array.axes[array.num_batch :]
         axes = {axis for dim_axes in dims for axis in dim_axes}
         replicas = tuple(a for a, n in sizes.items() if n > 1 and a not in axes | array.batch_axes)

@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec
 
 from meshpar.inspect.traced_collectives import Message, messages
 from meshpar.layers.precision import cast_floating, products
-from meshpar.optim.orthogonalized import Updating
+from meshpar.optim.orthogonalized import UPDATES, Updating
 from meshpar.planner.layout import Placed
 from meshpar.planner.workload import Workload
-from meshpar.sharding.context import trace_options
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import PyTree
 
@@ -56,7 +55,7 @@ def update_of(placed: Placed) -> Update:
 def _trace_update(work: Workload, updating: Updating | None) -> Update:
     params: PyTree = jax.eval_shape(lambda x: cast_floating(x, work.precision.params), work.model.abstract().params)
     state = jax.eval_shape(work.tx.init, params)
-    with trace_options(updates=updating):
+    with UPDATES.set(updating):
         jaxpr = jax.make_jaxpr(work.tx.update)(params, state, params).jaxpr
     flops = {True: 0.0, False: 0.0}
     for count, eqn in products(jaxpr):

@@ -28,7 +28,7 @@ from meshpar.layers.auxiliary import checked
 from meshpar.layers.losses import LossTerms, ScalarLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics, products
 from meshpar.layers.remat import REMAT_POLICIES
-from meshpar.layers.scan import StageRunner, scanned
+from meshpar.layers.scan import StageRunner, running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for
@@ -36,7 +36,7 @@ from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_rows, shape_of
 from meshpar.parallel.expected.execution import rows_and_tokens, with_layers
 from meshpar.sharding.adapters.model import Model
-from meshpar.sharding.context import trace_options, tracing
+from meshpar.sharding.context import tracing
 from meshpar.sharding.jaxprs import equations, has_scope
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
@@ -291,7 +291,7 @@ def _by_policy(
     for remat in policies:
         counted[remat], saved = _saved(value(remat), arrays, rows, itemsize)
         activations[remat] = tuple(labelled(saved, is_all=remat is None))
-    with trace_options(runner=StageRunner(run)):
+    with running(StageRunner(run)):
         _, saved = _saved(value(None), arrays, rows, itemsize)
     return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 

@@ -7,7 +7,6 @@ sharded over the batch axes, but along a different dim than the batch, and is ga
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,55 +16,23 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, trace_options
+from meshpar.sharding.context import BOUNDARIES, Ambient, Boundaries, ambient, constrain, spec_of
 from meshpar.sharding.errors import near_or, problem
 from meshpar.sharding.types import PyTree, spec_axes
-
-
-@dataclasses.dataclass(eq=False)
-class Boundaries:
-    """Settings for the module outputs of a trace, and the modules and constraints that the trace has met so far."""
-
-    num_examples: int
-    """Number of examples in the batch that is traced."""
-    shard_batch: bool
-    """Whether outputs without an activation rule are sharded along their batch dim."""
-    sharded_modules: frozenset[str] = frozenset()
-    """Paths of modules with parameters sharded over axes other than the batch axes. Only the batch dim of their outputs
-    is constrained."""
-    other_batch_sizes: frozenset[int] = frozenset()
-    """First dims of all batch leaves. With `Rules(inputs={...: "batch"})`, some may differ from `num_examples`."""
-    dot_general: Any = None
-    """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
-    policy: Callable[[str], Any] | None = None
-    """Returns the `jax.checkpoint` policy for the value of a remat rule. None disables remat rules."""
-    prefix: tuple[str, ...] = ()
-    """Paths of the submodules that are applied separately, outermost first. Modules inside know only relative paths."""
-    scope: str = ""
-    """Path of the NNX module whose named scope is open."""
-    module: str = ""
-    """Path of the module being called."""
-    recomputed: frozenset[str] = frozenset()
-    """Paths of the modules being called under a remat rule."""
-    seen: set[str] = dataclasses.field(default_factory=set)
-    """Paths of the modules that have returned."""
-    num_constrained: int = 0
-    """Number of constrained activations, including the model's calls of `constrain`."""
-    constrained_axes: set[str] = dataclasses.field(default_factory=set)
-    """Mesh axes that these constraints shard over."""
 
 
 @contextlib.contextmanager
 def constrain_module_outputs(num_examples: int, **settings: Any) -> Iterator[Boundaries]:
     """Constrain the outputs of the modules that are traced in this context; see `Boundaries` for the settings."""
-    with trace_options(boundaries=Boundaries(num_examples, **settings)) as context:
-        yield context.boundaries
+    boundaries = Boundaries(num_examples, **settings)
+    with BOUNDARIES.set(boundaries):
+        yield boundaries
 
 
 @contextlib.contextmanager
 def _changed(**changes: Callable[[Any], Any]) -> Iterator[None]:
     """Change fields of the current boundaries temporarily, if there are any."""
-    boundaries = current().boundaries
+    boundaries = BOUNDARIES.value
     if boundaries is None:
         yield
         return
@@ -99,7 +66,7 @@ def calling(path: str) -> contextlib.AbstractContextManager[None]:
 def in_module(path: str) -> Iterator[None]:
     """Enter an NNX module. If module outputs are sharded along the batch, open a named scope, as Linen does."""
     with calling(path):
-        boundaries = current().boundaries
+        boundaries = BOUNDARIES.value
         parent = path if boundaries is None or not boundaries.shard_batch else boundaries.scope
         relative = path.removeprefix(f"{parent}/") if parent else path
         if relative == parent or not relative:  # a second method of the same module, or the outermost module
@@ -127,7 +94,7 @@ def remat_of(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]] |
 
     Returns None if no remat rule matches, or if a call with the same path is already being recomputed.
     """
-    boundaries, context = current().boundaries, ambient()
+    boundaries, context = BOUNDARIES.value, ambient()
     if boundaries is None or boundaries.policy is None or context is None or path in boundaries.recomputed | {""}:
         return None
     rule = next((rule for rule in reversed(context.rules.remat) if rule.matches(path)), None)
@@ -151,7 +118,7 @@ def use_dot_general(module: Any) -> None:
 
     The step's version returns weight gradients in the dtype in which the step reduces them.
     """
-    dot_general = None if (boundaries := current().boundaries) is None else boundaries.dot_general
+    dot_general = None if (boundaries := BOUNDARIES.value) is None else boundaries.dot_general
     # `getattr` could run the module's own `__getattr__`.
     is_plain = inspect.getattr_static(module, "dot_general", False) in (None, jax.lax.dot_general)
     if dot_general is not None and is_plain and inspect.getattr_static(module, "dot_general_cls", None) is None:
@@ -163,12 +130,11 @@ def constrain_output(path: str, out: PyTree) -> PyTree:
 
     Outputs of modules with a precision rule are cast back to the compute dtype of the step.
     """
-    boundaries, context = current().boundaries, ambient()
+    boundaries, context = BOUNDARIES.value, ambient()
     if boundaries is None or context is None:
         return out
     boundaries.seen.add(path)
-    numerics = current().numerics
-    dtype = None if numerics is None else numerics.precision.compute
+    dtype = boundaries.compute
     if dtype is not None and any(rule.matches(path) for rule in context.rules.precision):
         out = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, out)
     rule = next((rule for rule in reversed(context.rules.by_module) if rule.matches(path)), None)

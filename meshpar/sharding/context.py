@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -16,6 +16,8 @@ from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, without_axes
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,43 +30,69 @@ class Ambient:
     """Rules for parameters. None if only activation rules are set."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TraceContext:
-    """The settings of a trace. They are part of jax's trace cache key."""
-
-    ambient: Ambient | None = None
-    """Mesh and rules."""
-    numerics: Any = None
-    """Precision and remat settings for layers: `meshpar.layers.precision.Numerics`."""
-    reports: Any = None
-    """Collects auxiliary outputs of the model: `meshpar.layers.auxiliary.Reports`."""
-    boundaries: Any = None
-    """Settings for module outputs: `meshpar.sharding.activations.Boundaries`."""
-    runner: Any = None
-    """Runs stacked layers: `meshpar.layers.scan.LayerRunner`."""
-    updates: Any = None
-    """Shardings of the arrays that the optimizer updates: `meshpar.optim.orthogonalized.Updating`."""
-    token_mask: Any = None
-    """Tokens of the batch that are not padding: `meshpar.layers.token_mask.TokenMask`."""
-    slices: Any = None
-    """Statistics of layers on slices of the batch: `meshpar.layers.batch_slices.SliceStatistics`."""
+# A user context is part of jax's trace cache key, so a jitted function is traced again with other options. There is a
+# single context for all options, because a new one changes the key of programs that are compiled already.
+_context = jax.make_user_context(default_value=())
 
 
-# A user context is part of jax's trace cache key, so a jitted function is traced again under a different mesh.
-_context = jax.make_user_context(default_value=TraceContext())
+class TraceOption(Generic[T]):
+    """A setting of the current trace, such as the precision. Each module defines its own.
+
+    jax compares the values of options by equality, to decide whether a function is traced again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def value(self) -> T | None:
+        """The current value, or None if it is not set."""
+        return dict(_context.value).get(self._name)
+
+    @contextlib.contextmanager
+    def set(self, value: T | None) -> Iterator[None]:
+        """Set the value within a block."""
+        with _context(tuple(sorted({**dict(_context.value), self._name: value}.items(), key=lambda item: item[0]))):
+            yield
 
 
-def current() -> TraceContext:
-    """Return the current trace context."""
-    return _context.value
+@dataclasses.dataclass(eq=False)
+class Boundaries:
+    """Settings for the module outputs of a trace, and the modules and constraints that the trace has met so far."""
+
+    num_examples: int
+    """Number of examples in the batch that is traced."""
+    shard_batch: bool
+    """Whether outputs without an activation rule are sharded along their batch dim."""
+    sharded_modules: frozenset[str] = frozenset()
+    """Paths of modules with parameters sharded over axes other than the batch axes. Only the batch dim of their outputs
+    is constrained."""
+    other_batch_sizes: frozenset[int] = frozenset()
+    """First dims of all batch leaves. With `Rules(inputs={...: "batch"})`, some may differ from `num_examples`."""
+    compute: str | None = None
+    """Compute dtype of the step, to which outputs of modules with a precision rule are cast back."""
+    dot_general: Any = None
+    """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
+    policy: Callable[[str], Any] | None = None
+    """Returns the `jax.checkpoint` policy for the value of a remat rule. None disables remat rules."""
+    prefix: tuple[str, ...] = ()
+    """Paths of the submodules that are applied separately, outermost first. Modules inside know only relative paths."""
+    scope: str = ""
+    """Path of the NNX module whose named scope is open."""
+    module: str = ""
+    """Path of the module being called."""
+    recomputed: frozenset[str] = frozenset()
+    """Paths of the modules being called under a remat rule."""
+    seen: set[str] = dataclasses.field(default_factory=set)
+    """Paths of the modules that have returned."""
+    num_constrained: int = 0
+    """Number of constrained activations, including the model's calls of `constrain`."""
+    constrained_axes: set[str] = dataclasses.field(default_factory=set)
+    """Mesh axes that these constraints shard over."""
 
 
-@contextlib.contextmanager
-def trace_options(**changes: Any) -> Iterator[TraceContext]:
-    """Set fields of the trace context."""
-    context = dataclasses.replace(_context.value, **changes)
-    with _context(context):
-        yield context
+AMBIENT = TraceOption[Ambient]("ambient")
+BOUNDARIES = TraceOption[Boundaries]("boundaries")
 
 
 @contextlib.contextmanager
@@ -89,7 +117,7 @@ def use_rules(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
         where, reason = "use_rules(mesh, rules)", f"it is a {type(rules).__name__}, not a Strategy or Rules"
         raise problem(where, f"use the rules {rules!r}", reason, "use mp.fsdp()", code="wrong-type")
     ambient = Ambient(with_auto_axes("use_rules(mesh, rules)", mesh), rules, params)
-    with trace_options(ambient=ambient), replacing_mesh(ambient.mesh):
+    with AMBIENT.set(ambient), replacing_mesh(ambient.mesh):
         yield ambient
 
 
@@ -147,7 +175,7 @@ def replacing_mesh(mesh: AnyMesh) -> Iterator[None]:
 
 def ambient() -> Ambient | None:
     """Return the current mesh and rules, or None outside `use_rules`."""
-    return _context.value.ambient
+    return AMBIENT.value
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -172,20 +200,20 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       P('fsdp', 'tensor')
     """
     spec = spec_of(x, *names)  # also on a single device, to check the names
-    context = _context.value.ambient
+    context = AMBIENT.value
     assert context is not None
     if context.mesh.size == 1:
         return x
-    if current().boundaries is not None:
-        current().boundaries.num_constrained += 1
-        current().boundaries.constrained_axes.update(axes_of_spec(spec))
+    if (boundaries := BOUNDARIES.value) is not None:
+        boundaries.num_constrained += 1
+        boundaries.constrained_axes.update(axes_of_spec(spec))
     # In a shard_map the constraint must use the context mesh with its manual axes, which a bare spec does.
     return with_layout(x, spec if _manual_axes(context) else NamedSharding(context.mesh, spec))
 
 
 def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
     """Return the spec that `constrain(x, *names)` applies, without manual axes. Raises like `constrain`."""
-    context = _context.value.ambient
+    context = AMBIENT.value
     if context is None:
         where = f"constrain(x of shape {x.shape}, {', '.join(map(repr, names))})"
         fix = "call the model inside `with mp.use_rules(mesh, strategy):`, as train_step and eval_step do"
@@ -200,7 +228,7 @@ def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> Parti
 
     Path rules are ignored. The result is replicated if the strategy cannot shard the array, or without a strategy.
     """
-    context = _context.value.ambient
+    context = AMBIENT.value
     if context is None or context.params is None:
         return PartitionSpec()
     try:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from meshpar.layers.precision import Numerics, Precision, check_bits
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, named_in
 from meshpar.layers.scan import is_partial_trace
-from meshpar.sharding.activations import Boundaries, check_rules_matched
-from meshpar.sharding.context import ambient, auto_sizes
+from meshpar.sharding.activations import check_rules_matched
+from meshpar.sharding.context import Boundaries, ambient, auto_sizes
 from meshpar.sharding.errors import check_cases, check_takes, near_or, problem
 from meshpar.sharding.rules import Rules, axes_in
 from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, tree_leaves_with_paths

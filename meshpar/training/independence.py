@@ -18,10 +18,10 @@ from meshpar.layers.example_flow import LAYERS, Examination, examine
 from meshpar.layers.example_values import Combined, per_example, varying
 from meshpar.layers.losses import SUM_OVER_PARTS, EqualMean, LossTerms, MeanLoss, ScalarLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics
-from meshpar.layers.scan import LayerRunner
+from meshpar.layers.scan import LayerRunner, running
 from meshpar.parallel.batch import as_given, shape_of
 from meshpar.sharding.constraints import with_auto_types
-from meshpar.sharding.context import OTHER_MESH, trace_options, tracing
+from meshpar.sharding.context import OTHER_MESH, tracing
 from meshpar.sharding.errors import MeshparError, check_cases, problem
 from meshpar.sharding.rules import replicated
 from meshpar.sharding.types import AnyMesh, PyTree, path_str
@@ -117,7 +117,7 @@ def _examined_and_traced(
     def arrays(loss: Any) -> PyTree:
         return read(LossTerms.of(loss, {}, options.loss_is))
 
-    with trace_options(runner=_MarkedLayers()):
+    with running(_MarkedLayers()):
         traced = traced_alone(loss_fn, options, state, batch, arrays, with_variables=True)
     outputs = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - len(jax.tree.leaves(state.extra))]
     jaxpr = core.ClosedJaxpr(traced.jaxpr.replace(outvars=outputs), traced.consts)

@@ -21,11 +21,11 @@ from meshpar.layers.losses import (
     MeanLoss,
     SumLoss,
 )
-from meshpar.layers.precision import dot_general
+from meshpar.layers.precision import NUMERICS, dot_general
 from meshpar.layers.remat import remat_policy
 from meshpar.parallel.batch import as_given, rows_of
-from meshpar.sharding.activations import Boundaries, constrain_module_outputs
-from meshpar.sharding.context import current
+from meshpar.sharding.activations import constrain_module_outputs
+from meshpar.sharding.context import Boundaries
 from meshpar.sharding.errors import named, near_or, problem
 from meshpar.sharding.host_resources import user_line
 from meshpar.sharding.types import PyTree
@@ -127,14 +127,15 @@ def _constraining_modules(
     setup: Setup, examples: PyTree, trains: bool
 ) -> contextlib.AbstractContextManager[Boundaries]:
     """Apply activation rules to module outputs. If the model has no constraints, shard outputs along the batch."""
-    sizes, is_explicit = batch_sizes(examples), setup.model.is_explicit
+    sizes, is_explicit, context = batch_sizes(examples), setup.model.is_explicit, NUMERICS.value
     return constrain_module_outputs(
         max(sizes, default=0),
         shard_batch=setup.has_free_activations and not is_explicit,
         other_batch_sizes=frozenset(sizes),
         sharded_modules=setup.splitting_modules,
         dot_general=None if is_explicit else functools.partial(dot_general, low_precision=False),
-        policy=(lambda remat: remat_policy(remat, current().numerics.names)) if trains else None,
+        compute=None if context is None else context.precision.compute,
+        policy=(lambda remat: remat_policy(remat, context.names)) if trains and context is not None else None,
     )
 
 

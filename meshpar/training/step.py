@@ -33,12 +33,12 @@ from meshpar.layers.losses import (
 )
 from meshpar.layers.precision import Numerics, Precision, as_precision, high_precision_ops, numerics
 from meshpar.layers.remat import check_remat
+from meshpar.optim.orthogonalized import UPDATES
 from meshpar.optim.rounding import lost_updates
 from meshpar.optim.stacked_layers import check_stacks
 from meshpar.parallel.batch import StepBatch
 from meshpar.parallel.expected.execution import Execution, StageUses
-from meshpar.sharding.activations import Boundaries
-from meshpar.sharding.context import clear_context_mesh, trace_options, tracing
+from meshpar.sharding.context import Boundaries, clear_context_mesh, tracing
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.types import PyTree, tree_leaves_with_paths
@@ -357,7 +357,7 @@ def _optimizer_update(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         extra_args = {name: x for name, x in extra_args.items() if name in parameters}
     try:
-        with trace_options(updates=setup.updating):
+        with UPDATES.set(setup.updating):
             updates, new = update(grads, opt_state, params, **extra_args)
         for name, tree, like in (("state", new, opt_state), ("parameters", updates, params)):
             if jax.tree.structure(tree) != jax.tree.structure(like):  # type: ignore[operator]

@@ -9,8 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.layers.precision import numerics
-from meshpar.layers.scan import LayerRunner, StageRunner
-from meshpar.sharding.context import trace_options
+from meshpar.layers.scan import LayerRunner, StageRunner, running
 from tests.errors import raises
 
 PARAMS = {"w": jnp.asarray([2.0, 3.0, 5.0])}
@@ -49,7 +48,7 @@ def test_scan_layers_gathers_the_parameters_of_each_layer(remat):
     def run(params):
         return mp.scan_layers(lambda x, p, bias: x * p["w"] + bias, 1.0, params, extra=BIAS, at="decoder/layers")
 
-    with numerics(mp.Precision(), remat), trace_options(runner=Gathering()):
+    with numerics(mp.Precision(), remat), running(Gathering()):
         value, grads = jax.value_and_grad(run)(PARAMS)
     expected = jax.value_and_grad(lambda w: ((w[0] + 1) * w[1] + 2) * w[2] + 3)(10 * PARAMS["w"])
     assert set(map(str, calls)) == {str(("decoder/layers", {"w": ()}))}
@@ -63,7 +62,7 @@ def test_scan_layers_requires_layers_to_return_caches():
 
 def test_stages_run_shared_layers_without_caches():
     assert mp.pipeline.scan_layers is mp.scan_layers
-    with trace_options(runner=StageRunner(lambda layer, x, inputs: "in stages")):
+    with running(StageRunner(lambda layer, x, inputs: "in stages")):
         assert mp.scan_layers(lambda x, params: x * params["w"], 1.0, PARAMS) == "in stages"
         assert mp.scan_layers(lambda x, params: x * params["w"], 1.0, PARAMS, staged=False) == 30
         with raises("unsupported-feature", "scan_layers"):

@@ -20,11 +20,10 @@ import meshpar as mp
 from meshpar import moe
 from meshpar.collectives.kernel_checks import ranks_of
 from meshpar.layers.auxiliary import collecting, is_listening, report
-from meshpar.layers.scan import StageRunner
+from meshpar.layers.scan import StageRunner, running
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.moe.nnx import MoE
 from meshpar.parallel.strategy import Strategy
-from meshpar.sharding.context import trace_options
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
 
@@ -375,7 +374,7 @@ def test_counts_are_local_inside_stages():
     x, weights, *_ = arrays()
 
     def inside(x, weights):
-        with trace_options(runner=StageRunner(lambda *_: None)):
+        with running(StageRunner(lambda *_: None)):
             _, stats = moe_layer(x, weights, cfg)
         return stats.load[None]
 

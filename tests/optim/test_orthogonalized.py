@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.optim.orthogonalized import Updating, exchange, matrices
-from meshpar.sharding.context import trace_options
+from meshpar.optim.orthogonalized import UPDATES, Updating, exchange, matrices
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 from tests.errors import raises
 from tests.grid import cases
@@ -80,7 +79,7 @@ def updates_of(tx, params, spec=None, **axes):
     if spec is None:
         return jax.jit(two)(params, grads)
     mesh = mp.MeshSpec(**axes).build(jax.devices()[: math.prod(axes.values())])
-    with trace_options(updates=Updating(mesh, dict.fromkeys(params, spec))):
+    with UPDATES.set(Updating(mesh, dict.fromkeys(params, spec))):
         return jax.jit(two)(*jax.device_put((params, grads), jax.NamedSharding(mesh, spec)))
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from meshpar.sharding.activations import calling, check_array_outputs, constrain_output, remat_of, use_dot_general
 from meshpar.sharding.adapters.model import Model, Variables, padded, with_raw_keys
 from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_of
-from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
+from meshpar.sharding.context import BOUNDARIES, Ambient, ambient, auto_sizes
 from meshpar.sharding.errors import check_takes, near_or, problem
 from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import Names, PyTree, path_str, spec_axes, tree_leaves_with_paths
@@ -205,14 +205,14 @@ def _linen_boundaries(shapes: PyTree, interceptor: Callable[..., Any] | None) ->
       shapes: shapes of the full parameters.
       interceptor: intercepts methods before the outputs are constrained.
     """
-    rules_context, boundaries = ambient(), current().boundaries
-    is_step = rules_context is not None and boundaries is not None
+    rules_context, boundaries = ambient(), BOUNDARIES.value
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        path = (*boundaries.prefix, *context.module.path) if is_step else ()
-        _override_param(context.module, _at(shapes, path) if is_step else None)
-        if not is_step:
+        if rules_context is None or boundaries is None:
+            _override_param(context.module, None)
             return call(*args, **kwargs)
+        path = (*boundaries.prefix, *context.module.path)
+        _override_param(context.module, _at(shapes, path))
         use_dot_general(context.module)
         path_text, is_setup = "/".join(path), context.method_name == "setup"
         remat = None if is_setup else remat_of(path_text)
@@ -224,7 +224,7 @@ def _linen_boundaries(shapes: PyTree, interceptor: Callable[..., Any] | None) ->
         if interceptor is not None:
             stack.enter_context(linen_methods(interceptor))
         stack.enter_context(linen_methods(intercept))
-        if rules_context is not None and is_step:
+        if rules_context is not None and boundaries is not None:
             user_rules = tuple(nn.get_logical_axis_rules())
             user_names = {name for name, _ in user_rules}
             rules = [(name, axes) for name, axes in _logical_axis_rules(rules_context) if name not in user_names]

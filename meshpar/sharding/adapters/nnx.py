@@ -16,7 +16,7 @@ from flax import nnx
 from meshpar.sharding.activations import check_array_outputs, constrain_output, in_module, remat_of, use_dot_general
 from meshpar.sharding.adapters.model import Model, Variables, padded, with_raw_keys, wrap_methods
 from meshpar.sharding.adapters.random_keys import key_of
-from meshpar.sharding.context import current
+from meshpar.sharding.context import BOUNDARIES
 from meshpar.sharding.errors import check_takes, problem
 from meshpar.sharding.types import Names, PyTree
 
@@ -114,7 +114,7 @@ class _Nnx:
     def bind(self, params: PyTree, extra: PyTree) -> Any:
         graph, params_like, extra_like = self._structure
         module = nnx.merge(graph, _filled(params_like, params), _filled(extra_like, extra))
-        if current().boundaries is not None:
+        if BOUNDARIES.value is not None:
             for path, submodule in nnx.iter_modules(module):
                 wrap_methods(submodule, _NnxBoundary("/".join(map(str, path))), _public_methods(type(submodule)))
                 use_dot_general(submodule)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals
+from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import (
     Aux,
     Layer,
@@ -30,12 +31,12 @@ from meshpar.layers.scan import (
     check_alike,
     leaf_at,
     on_slices,
+    running,
     scanned,
     with_aux,
 )
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, without_axes
 from meshpar.training.execution import described
@@ -47,9 +48,9 @@ from meshpar.training.state import Setup, TrainState
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
     """Return loss, metrics and gradients of a batch, summed over micro-steps; see `xla.gradients`."""
-    context, strategy = current().numerics, state.setup.strategy
+    context, strategy = NUMERICS.value, state.setup.strategy
     assert context is not None
-    with trace_options(runner=PrefetchRunner(state.setup)):
+    with running(PrefetchRunner(state.setup)):
         sums = xla.gradients(loss, options, state, batch, key)
     if not context.num_scans:
         reason = "the model marks no layer: it never calls meshpar.scan_layers"

@@ -25,10 +25,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
+from meshpar.layers.precision import NUMERICS
+from meshpar.layers.scan import running
 from meshpar.parallel.batch import split_rows
 from meshpar.parallel.expected.execution import Execution
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, without_axes
 from meshpar.training.accumulation import (
@@ -188,10 +189,10 @@ def _with_gathered_weights(
     setup: Setup, quantized: QuantizedGather, noise: jax.Array, terms: Callable[..., Any], params: PyTree, *args: Any
 ) -> Any:
     """Evaluate a loss on sharded parameters. Stacked layers are gathered layer by layer, other weights in advance."""
-    context, cause, out = current().numerics, None, None
+    context, cause, out = NUMERICS.value, None, None
     assert context is not None
     context.num_scans = 0
-    with trace_options(runner=QuantizedRunner(quantized, noise)):
+    with running(QuantizedRunner(quantized, noise)):
         try:
             out = terms(quantized.gather_unstacked(params, noise), *args)
         except (TypeError, ValueError) as error:

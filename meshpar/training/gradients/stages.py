@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar.hardware.compile_options import APART, IN_PLACE, Options
 from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
-from meshpar.layers.scan import Aux, Layer, StageRunner, scanned, with_aux
+from meshpar.layers.precision import NUMERICS
+from meshpar.layers.scan import Aux, Layer, StageRunner, running, scanned, with_aux
 from meshpar.parallel.batch import check_rows
 from meshpar.parallel.expected.execution import Execution, StageUses
 from meshpar.parallel.pipeline import Pipeline
@@ -30,7 +31,6 @@ from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
 from meshpar.pipeline.gradients import LeafUses, StagedRun
 from meshpar.pipeline.jaxpr_slicing import PartialEval, depends, flat_jaxpr
 from meshpar.schedules import Schedule
-from meshpar.sharding.context import current, trace_options
 from meshpar.sharding.errors import check_cases, problem
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
@@ -63,7 +63,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     chunked = _ChunkedModel.of(setup, schedule, pipeline)
     epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
     layers, others = chunked.partition([decision.path for decision in setup.table.params])
-    context = current().numerics
+    context = NUMERICS.value
     assert context is not None
 
     def record(uses: LeafUses) -> None:
@@ -265,7 +265,7 @@ class _ChunkedModel:
                 calls.append(x)
                 return run(layer, x, params)
 
-            with trace_options(runner=StageRunner(counted, in_part=True)):
+            with running(StageRunner(counted, in_part=True)):
                 params = self._tree(chunk, embedding_and_head)
                 terms, _ = loss.terms(params, inputs.extra, inputs.examples, inputs.key)
             _check_single_call(len(calls))
@@ -342,7 +342,7 @@ class _Epilogue:
         def traced(extra: PyTree, aux: Aux | None, others: tuple[PyTree, ...]) -> tuple[Any, ...]:
             params, y, examples, key_data = others
             result = y if aux is None else (y, aux)
-            with trace_options(runner=StageRunner(lambda layer, x, params: result, in_part=True)):
+            with running(StageRunner(lambda layer, x, params: result, in_part=True)):
                 terms, after = loss.terms(params, extra, examples, jax.random.wrap_key_data(key_data))
             is_weighted.append(isinstance(terms.loss, MeanLoss))
             value, _ = terms.normalized()
@@ -398,7 +398,7 @@ def _results_of_layers(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree,
         return x if aux is None else (x, _zeros(aux))
 
     def traced(params: PyTree, extra: PyTree, batch: PyTree, key_data: jax.Array) -> Any:
-        with trace_options(runner=StageRunner(run)):
+        with running(StageRunner(run)):
             return loss(params, extra, batch, jax.random.wrap_key_data(key_data))
 
     jax.eval_shape(traced, params, extra, batch, jax.random.key_data(key))
