@@ -143,7 +143,9 @@ def equals_one_device(
     for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
         assert metrics.keys() == expected_metrics.keys()
         for name, value in expected_metrics.items():
-            if name != "moe/rank_load":  # its shape depends on the mesh
+            # The shape of rank_load depends on the mesh. The entropy is a mean over microbatches, which have different
+            # numbers of tokens without padding.
+            if name != "moe/rank_load" and not (name == "moe/router_entropy" and strategy.pipeline is not None):
                 np.testing.assert_allclose(metrics[name], value, rtol=atol, atol=1e-12, err_msg=name)
     assert_same(actual.params, expected.params, atol=atol)
     assert_same(actual.extra, expected.extra, atol=atol)
