@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshpar.layers.example_flow import Examination
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective
+from meshpar.parallel.execution import Execution
+from meshpar.parallel.expected.collective import ExpectedCollective
 
 ROLE = "examples that the loss combines"
 

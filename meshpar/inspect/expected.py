@@ -22,18 +22,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal
 
+from meshpar.parallel.execution import Execution, PipelineStages, StageUses, Weight, owned_axes, split_axes
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params
-from meshpar.parallel.expected.execution import (
-    Execution,
-    ExpectedCollective,
-    PipelineStages,
-    StageUses,
-    Weight,
-    merged,
-    owned_axes,
-    split_axes,
-)
+from meshpar.parallel.expected.collective import ExpectedCollective, merged
 from meshpar.parallel.expected.matmuls import VOCABULARY
 from meshpar.parallel.strategy import Strategy
 from meshpar.pipeline.traffic import StageTraffic, traffic

@@ -40,7 +40,7 @@ from meshpar.layers.precision import cast_back_fix, high_precision_ops
 from meshpar.models import embedding_lookup as lookup
 from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
 from meshpar.parallel.batch import StepBatch, shape_of
-from meshpar.parallel.expected.execution import Execution, ParamUsage, split_axes
+from meshpar.parallel.execution import Execution, ParamUsage, split_axes
 from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import human_mesh

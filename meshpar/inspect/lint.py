@@ -40,7 +40,7 @@ from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.program import Program
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.simulator import Timed, Timeline
-from meshpar.parallel.expected.execution import Execution, split_axes
+from meshpar.parallel.execution import Execution, split_axes
 from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import USER

@@ -6,7 +6,7 @@ bookkeeping (a scalar or a vector over the batch, such as a loss or a norm), a m
 traced step, or unexpected.
 
 Counts are compared on each mesh axis. Bytes are compared with the cheapest lowering that XLA may choose; see
-`meshpar.parallel.expected.execution` for the alternatives.
+`meshpar.parallel.expected.collective` for the alternatives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from meshpar.inspect.census import Collective, bytes_sent, per_array
 from meshpar.inspect.source_scopes import layerless, merge_layers, rule_for
 from meshpar.inspect.traced_collectives import Message
-from meshpar.parallel.expected.execution import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, ExpectedCollective
+from meshpar.parallel.expected.collective import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.printing import Plain
 

@@ -27,7 +27,7 @@ from meshpar.inspect.source_scopes import layerless
 from meshpar.inspect.timeline import program_work as work
 from meshpar.parallel.batch import rows_of, shape_of
 from meshpar.parallel.data import Data
-from meshpar.parallel.expected.execution import Execution, Weight
+from meshpar.parallel.execution import Execution, Weight
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.printing import Plain

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend import core
 
-from meshpar.parallel.expected.execution import ParamUsage
+from meshpar.parallel.execution import ParamUsage
 
 _SAME = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy",
                    "sharding_constraint", "optimization_barrier", "reduce_precision", "expand_dims"})  # fmt: skip

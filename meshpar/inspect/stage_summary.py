@@ -10,7 +10,8 @@ import numpy as np
 
 from meshpar.inspect.expected import kept_and_gathered_axes
 from meshpar.inspect.timeline.simulator import Timeline
-from meshpar.parallel.expected.execution import ITEMSIZE, Execution
+from meshpar.parallel.execution import Execution
+from meshpar.parallel.expected.collective import ITEMSIZE
 from meshpar.pipeline.traffic import gathers_in_cells, traffic
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import W

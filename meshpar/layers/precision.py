@@ -28,7 +28,7 @@ from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, axes_of_spec
 
 if TYPE_CHECKING:
-    from meshpar.parallel.expected.execution import StageUses
+    from meshpar.parallel.execution import StageUses
 
 
 @with_field_docs

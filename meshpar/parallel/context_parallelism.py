@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective, parent, split_axes
+from meshpar.parallel.execution import Execution, parent, split_axes
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.errors import check_choice, problem

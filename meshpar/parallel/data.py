@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, replicated_all
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.parallel.zero import stages_above

@@ -6,7 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective, parent
+from meshpar.parallel.execution import Execution, parent
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.parallel.parallelism import Axes, Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 

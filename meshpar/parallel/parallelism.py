@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective
+from meshpar.parallel.execution import Execution
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
 

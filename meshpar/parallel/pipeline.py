@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.sharding.errors import MeshparError, check_cases, check_choice, check_positive_int, is_int, problem
 from meshpar.sharding.rules import BATCH_AXES

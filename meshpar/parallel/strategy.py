@@ -9,16 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshpar.parallel.execution import Execution
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
-from meshpar.parallel.expected.execution import (
-    GRADIENTS,
-    RENEWED,
-    WEIGHTS,
-    Execution,
-    ExpectedCollective,
-    merged,
-)
+from meshpar.parallel.expected.collective import GRADIENTS, RENEWED, WEIGHTS, ExpectedCollective, merged
 from meshpar.parallel.expected.matmuls import contracted
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
 from meshpar.sharding.errors import check_int, near, problem

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective
+from meshpar.parallel.execution import Execution
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.parallel.expected.matmuls import contracted
 from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.parallel.parallelism import (
     MIN_SHARDED_BYTES,
     Axes,

@@ -12,9 +12,10 @@ import numpy as np
 
 from meshpar.models.embedding_lookup import exchange_is_cheaper
 from meshpar.parallel import Strategy, from_json
+from meshpar.parallel.execution import Execution, Weight
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective, Weight
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Activation, Remat, Workload
 from meshpar.sharding.errors import MeshparError, problem

@@ -31,13 +31,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from meshpar.hardware.cost_model import dropless_bytes
-from meshpar.parallel.expected.execution import (
-    Execution,
-    Weight,
-    layer_elements,
-    owned_axes,
-    split_axes,
-)
+from meshpar.parallel.execution import Execution, Weight, layer_elements, owned_axes, split_axes
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner.calibration import MEMORY
 from meshpar.planner.layout import Layout, Placed

@@ -24,7 +24,7 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.hardware.cost_model import BLOCKS_A_GROUP
 from meshpar.parallel import Strategy
 from meshpar.parallel.candidates import candidates, kinds
-from meshpar.parallel.expected.execution import Execution, owned_axes, split_axes
+from meshpar.parallel.execution import Execution, owned_axes, split_axes
 from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner import memory_estimate as memory

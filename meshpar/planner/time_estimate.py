@@ -23,16 +23,8 @@ import numpy as np
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.catalogue import AttentionKernel
 from meshpar.hardware.clusters import Cluster, Rates
-from meshpar.parallel.expected.execution import (
-    GRADIENTS,
-    ITEMSIZE,
-    WEIGHTS,
-    Execution,
-    ExpectedCollective,
-    layer_elements,
-    owned_axes,
-    split_axes,
-)
+from meshpar.parallel.execution import Execution, layer_elements, owned_axes, split_axes
+from meshpar.parallel.expected.collective import GRADIENTS, ITEMSIZE, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.traffic import makespan, traffic

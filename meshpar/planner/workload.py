@@ -34,7 +34,7 @@ from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for
 from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_rows, shape_of
-from meshpar.parallel.expected.execution import rows_and_tokens, with_layers
+from meshpar.parallel.execution import rows_and_tokens, with_layers
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing
 from meshpar.sharding.jaxprs import equations, has_scope

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from meshpar.layers.precision import BY_ROW
-from meshpar.parallel.expected.execution import Execution, Weight
+from meshpar.parallel.execution import Execution, Weight
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.rules import REFINES, axes_in
 from meshpar.training.options import StepOptions

@@ -20,7 +20,7 @@ from meshpar.optim.averages import check_averages
 from meshpar.optim.orthogonalized import Updating
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.batch import StepBatch, batch_sharding, split_by
-from meshpar.parallel.expected.execution import Weight, with_layers
+from meshpar.parallel.execution import Weight, with_layers
 from meshpar.sharding.adapters.model import OVERWRITTEN, Model
 from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_impls, with_key_types, without_key_types
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types

@@ -37,7 +37,7 @@ from meshpar.optim.orthogonalized import UPDATES
 from meshpar.optim.rounding import lost_updates
 from meshpar.optim.stacked_layers import check_stacks
 from meshpar.parallel.batch import StepBatch
-from meshpar.parallel.expected.execution import Execution, StageUses
+from meshpar.parallel.execution import Execution, StageUses
 from meshpar.sharding.context import Boundaries, clear_context_mesh, tracing
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import check_not_forked

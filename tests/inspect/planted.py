@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.adapters.model import Model
 from meshpar.training.state import TrainState

@@ -16,7 +16,7 @@ from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.matching import SMALL
 from meshpar.inspect.program import compile_here
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
-from meshpar.parallel.expected.execution import Execution, Weight
+from meshpar.parallel.execution import Execution, Weight
 from meshpar.parallel.expected.params import gathered
 from meshpar.sharding.jaxprs import equations
 from meshpar.training.gradients.selection import describe

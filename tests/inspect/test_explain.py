@@ -16,7 +16,7 @@ from meshpar.inspect import target
 from meshpar.inspect.census import census
 from meshpar.inspect.program import compile_here
 from meshpar.models import llama3_8b, next_token_loss
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from tests.errors import raises
 from tests.inspect.saved import Compiled
 

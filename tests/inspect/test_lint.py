@@ -20,7 +20,7 @@ from meshpar.inspect.compiler_messages import Rematerialization
 from meshpar.inspect.hlo.parser import ArrayShape
 from meshpar.inspect.lint import Finding, _full_bytes, _gathers_batch, lint
 from meshpar.inspect.timeline.simulator import timeline
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from tests.grid import cases
 from tests.inspect import saved
 from tests.inspect.planted import PLANTS, REFERENCE

@@ -12,7 +12,7 @@ from meshpar.inspect.hlo.parser import ArrayShape
 from meshpar.inspect.hlo.walk import Loop
 from meshpar.inspect.matching import SMALL, match_collectives, merge_stages
 from meshpar.inspect.traced_collectives import Message
-from meshpar.parallel.expected.execution import GRADIENTS, WEIGHTS, ExpectedCollective
+from meshpar.parallel.expected.collective import GRADIENTS, WEIGHTS, ExpectedCollective
 from tests.inspect.test_expected import verdict
 
 SIZES = {"data": 2, "fsdp": 4, "tensor": 8}

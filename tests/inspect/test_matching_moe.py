@@ -21,7 +21,7 @@ from meshpar.inspect.program import compile_here
 from meshpar.inspect.traced_collectives import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, moe_layer
-from meshpar.parallel.expected.execution import with_layers
+from meshpar.parallel.execution import with_layers
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.jaxprs import equations, in_scope
 

@@ -12,7 +12,7 @@ from flax import linen as nn
 import meshpar as mp
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.param_usage import uses
-from meshpar.parallel.expected.execution import ParamUsage
+from meshpar.parallel.execution import ParamUsage
 from meshpar.training.state import abstract_state
 
 VOCAB, WIDTH, ROWS, SEQ = 64, 32, 16, 4

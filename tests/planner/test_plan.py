@@ -29,7 +29,7 @@ from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
 from meshpar.optim.orthogonalized import exchange, matrices
 from meshpar.parallel.candidates import _strategy, kinds
-from meshpar.parallel.expected.execution import ExpectedCollective
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.parallel.strategy import Strategy
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory

@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective
+from meshpar.parallel.execution import Execution
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.sharding.types import Decision, axes_of_spec
 
 SCALES = "fp8 scales of rows"

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from meshpar.parallel.expected.execution import Execution, ExpectedCollective, parent, split_axes
+from meshpar.parallel.execution import Execution, parent, split_axes
+from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.sharding.types import LORA_SUFFIX, PAIR, Decision, axes_of_spec, spec_axes
 
 NORMED_HEADS = "norms over sharded heads"

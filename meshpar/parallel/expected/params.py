@@ -18,17 +18,8 @@ from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec
 
-from meshpar.parallel.expected.execution import (
-    GRADIENTS,
-    RENEWED,
-    WEIGHTS,
-    Execution,
-    ExpectedCollective,
-    Weight,
-    layer_elements,
-    owned_axes,
-    split_axes,
-)
+from meshpar.parallel.execution import Execution, Weight, layer_elements, owned_axes, split_axes
+from meshpar.parallel.expected.collective import GRADIENTS, RENEWED, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.types import PAIR, Decision, Leaf, axes_of_spec
 

@@ -10,7 +10,7 @@ import jax
 
 from meshpar.hardware.compile_options import Options
 from meshpar.layers.losses import Loss, MicrobatchTotals
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.sharding.adapters.model import OVERWRITTEN
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.types import PyTree

@@ -35,7 +35,7 @@ from meshpar.layers.scan import (
     scanned,
     with_aux,
 )
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, without_axes

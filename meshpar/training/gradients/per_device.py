@@ -28,7 +28,7 @@ from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import running
 from meshpar.parallel.batch import split_rows
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import PyTree, axes_of_spec, is_spec, path_str, without_axes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from meshpar.layers.remat import offloads
 from meshpar.parallel.batch import rows_of
-from meshpar.parallel.expected.execution import Execution
+from meshpar.parallel.execution import Execution
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import replicated

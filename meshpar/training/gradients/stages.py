@@ -25,7 +25,7 @@ from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, S
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import Aux, Layer, StageRunner, running, scanned, with_aux
 from meshpar.parallel.batch import check_rows
-from meshpar.parallel.expected.execution import Execution, StageUses
+from meshpar.parallel.execution import Execution, StageUses
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
 from meshpar.pipeline.gradients import LeafUses, StagedRun

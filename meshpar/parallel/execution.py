@@ -1,16 +1,4 @@
-"""Expected collectives, and the resolved description of a training step that they are derived from.
-
-Each `Parallelism` yields an `ExpectedCollective` per array size for the collectives that XLA inserts because of its
-rules. It describes the cheapest form. XLA may also lower it as:
-
-    gather over several axes      axis by axis
-    sum over several axes         axis by axis, or over all axes; scattered first or last
-    ... with `may_all_reduce`     all-reduced and then sliced: at most twice the bytes over each axis
-    stacked layers                per layer inside their loop, or the full stack at once
-    single axis, as a ring        N-1 permutes of the same bytes, like `meshpar.collectives.all_gather_matmul`
-
-Collectives of kernels are not listed here: they are read from the traced step.
-"""
+"""The description of a training step from which expected collectives and estimates follow."""
 
 from __future__ import annotations
 
@@ -18,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,66 +20,6 @@ if TYPE_CHECKING:
     from meshpar.schedules import Schedule
 
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn"}
-
-ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1, "f8e4m3fn": 1}
-"""Bytes per element by HLO dtype."""
-
-WEIGHTS, GRADIENTS, RENEWED = "weights before use", "gradients", "new parameters"
-"""Roles of the collectives for parameters."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedCollective:
-    """A collective that the program must contain, for arrays of the same size, with its count per step."""
-
-    role: str
-    """Purpose: `weights before use`, `gradients`, `new parameters`, `partial sums, forward`, ..."""
-    kind: Literal["gather", "sum", "exchange"]
-    """`gather` is an all-gather, `sum` an all-reduce or reduce-scatter, `exchange` an all-to-all."""
-    axes: tuple[str, ...]
-    """Mesh axes in the mesh's order."""
-    scattered: tuple[str, ...] = ()
-    """For a sum, the axes whose ranks keep only their shard of the result."""
-    may_all_reduce: bool | Literal["always"] = False
-    """For a scattered sum, whether XLA may all-reduce it and slice; `"always"` if it always does."""
-    elements: int
-    """Number of elements of the array if it is replicated over `axes`."""
-    multiple: bool = False
-    """Whether arrays with a multiple of `elements` match, too."""
-    dtype: str
-    """HLO dtype on the wire."""
-    count: tuple[int, int]
-    """Minimum and maximum number of arrays per step, over all tensors."""
-    counts: tuple[tuple[str, int, int], ...] = ()
-    """Axes with a different count, as (axis, minimum, maximum)."""
-    tensors: tuple[str, ...]
-    stack: int = 1
-    """Layers stacked in one array; XLA may send them with one collective."""
-    is_param: bool = False
-    """True for collectives of parameters and gradients. In the loop over layers, only stacked parameters have them."""
-    forward_only: bool = False
-    """True if only the forward pass contains it."""
-    outside_loops: bool = False
-    """True if it is outside all loops."""
-    as_stacked: ExpectedCollective | None = None
-    """For a leaf without names, the alternative in case its first dim is a stack of layers that a loop runs over."""
-
-    @property
-    def rest(self) -> tuple[str, ...]:
-        """Axes of a sum that are all-reduced instead of scattered."""
-        return tuple(axis for axis in self.axes if axis not in self.scattered) if self.kind == "sum" else ()
-
-    def count_over(self, axis: str) -> tuple[int, int]:
-        """Return the minimum and maximum count per step over an axis."""
-        return next(((minimum, maximum) for name, minimum, maximum in self.counts if name == axis), self.count)
-
-    def forms(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """Return the collectives of the cheapest form as (HLO kind, axes, payload elements)."""
-        if self.kind != "sum":
-            return (({"gather": "all-gather", "exchange": "all-to-all"}[self.kind], self.axes, self.elements),)
-        shard = self.elements // math.prod(sizes[axis] for axis in self.scattered)
-        scatter = (("reduce-scatter", self.scattered, self.elements),) if self.scattered else ()
-        return (*scatter, *((("all-reduce", self.rest, shard),) if self.rest else ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +87,7 @@ class Execution:
     """
 
     sizes: dict[str, int]
-    """Size of every mesh axis, in the mesh's order."""
+    """Size of each mesh axis, in mesh order."""
     weights: tuple[Weight, ...] = dataclasses.field(default=(), repr=False)
 
     # Axes
@@ -169,7 +97,7 @@ class Execution:
     sequence_axes: tuple[str, ...] = ()
     """Axes that shard the sequence of the residual stream between blocks (sequence parallelism)."""
     context_axes: tuple[str, ...] = ()
-    """Axes that shard the sequence in every layer. Gradients are reduced over them, as over batch axes."""
+    """Axes that shard the sequence in all layers. Gradients are reduced over them, as over batch axes."""
     unannotated_axes: tuple[str, ...] = ()
     """Axes that shard the parameters in `uses` but not the batch. Activation collectives over them are unknown."""
 
@@ -252,7 +180,7 @@ class Execution:
         return dataclasses.replace(self, rows=num_rows, tokens=tokens)
 
     def with_uses(self, uses: Mapping[str, ParamUsage]) -> Execution:
-        """Return the execution of a model whose activations have no constraints, with the uses of its parameters."""
+        """Return the execution with uses of parameters, for a model whose activations have no constraints."""
         specs = (weight.spec for weight in self.weights if weight.leaf.names is None or weight.leaf.path in uses)
         unannotated = {axis for spec in specs for axis in axes_of_spec(spec, self.sizes)} - set(self.batch_axes)
         return dataclasses.replace(
@@ -298,7 +226,7 @@ class Execution:
         return self.is_pipelined or self.is_by_device or bool(self.deferred_axes)
 
     def grad_spec(self, weight: Weight) -> PartitionSpec:
-        """Return the sharding of a gradient after a micro-step, or without accumulation that of the update."""
+        """Return the sharding of a gradient after a micro-step: without accumulation, the sharding of its update."""
         return weight.update if self.micro_steps == 1 else weight.grads
 
     @property
@@ -348,7 +276,7 @@ class Execution:
 
 
 def rows_and_tokens(rows: PyTree, num_parts: int = 1) -> tuple[int, int | None]:
-    """Return (examples, tokens) per part of a batch that is divided in parts. Without tokens, the second is None."""
+    """Divide a batch, and return (examples, tokens) per part. Without tokens, the second is None."""
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(rows)]
     num_rows = max((shape[0] for shape, _ in shapes if shape), default=0) // num_parts
     # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
@@ -417,22 +345,3 @@ def layer_elements(step: Execution, decision: Decision, gathered: Iterable[str])
 def parent(decision: Decision) -> str:
     """Return the path of the module that contains the leaf's module."""
     return "/".join(decision.path.split("/")[:-2])
-
-
-def merged(collectives: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:
-    """Merge collectives that differ only in tensors and counts. The counts are added."""
-    result: dict[Any, ExpectedCollective] = {}
-    for new in collectives:
-        key = dataclasses.replace(new, tensors=(), count=(0, 0), counts=tuple((axis, 0, 0) for axis, *_ in new.counts))
-        if (old := result.get(key)) is not None:
-            new = dataclasses.replace(
-                old,
-                tensors=old.tensors + new.tensors,
-                count=(old.count[0] + new.count[0], old.count[1] + new.count[1]),
-                counts=tuple(
-                    (axis, low + more_low, high + more_high)
-                    for (axis, low, high), (_, more_low, more_high) in zip(old.counts, new.counts, strict=True)
-                ),
-            )
-        result[key] = new
-    return tuple(result.values())
