@@ -234,7 +234,7 @@ FAULTS = (
         "{name: lora.scale * rank for name, rank in ranks.items()}", "{name: lora.alpha for name in ranks}",
         "interop/test_peft.py -k wide_pair"),
     Fault("the end of YaRN's ramp rounded down", "models/layers.py",
-        "np.ceil(at[1])] if", "np.floor(at[1])] if", "models/test_layers.py -k yarn"),
+        "np.ceil(bounds[1])] if", "np.floor(bounds[1])] if", "models/test_layers.py -k yarn"),
     Fault("each layer has the auxiliary loss of all layers", "interop/decoder.py",
         'coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)',
         'coefficient * values["moe.routing.top_k"]', "interop/test_hf.py -k router"),

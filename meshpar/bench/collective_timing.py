@@ -25,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as kernels
-from meshpar.bench.found import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.link_fit import Fit, Point, fit_link
+from meshpar.bench.results import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.kernel_checks import check_op

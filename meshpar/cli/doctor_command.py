@@ -37,7 +37,7 @@ _RELEVANT = re.compile(
 class Diagnosis:
     """A problem with its fix."""
 
-    what: str
+    problem: str
     fix: str
 
 
@@ -83,7 +83,7 @@ class DoctorReport(Plain):
             parts += [Text(title, style="bold"), grid]
         parts.append(Text("problems", style="bold"))
         for finding in self.findings:
-            parts.append(Text(f"  {finding.what}. Fix: {finding.fix}.", style="yellow"))
+            parts.append(Text(f"  {finding.problem}. Fix: {finding.fix}.", style="yellow"))
         return Group(*parts, *([] if self.findings else [Text("  none")]))
 
 
@@ -204,7 +204,7 @@ def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
             f"ulimit -n {LEAST_FILES}",
         ),
     ]
-    return tuple(Diagnosis(what=what, fix=fix) for is_problem, what, fix in problems if is_problem)
+    return tuple(Diagnosis(problem=problem, fix=fix) for is_problem, problem, fix in problems if is_problem)
 
 
 def _links() -> dict[str, str]:

@@ -87,8 +87,8 @@ def generate(
     new_tokens: dict[int, list[int]] = {}
     for length in sorted({len(ids) for ids in encoded}):
         numbers = [number for number, ids in enumerate(encoded) if len(ids) == length]
-        how: Any = {"num_tokens": tokens, "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        outputs = continued(state, config, [encoded[number] for number in numbers], **how)
+        options: Any = {"num_tokens": tokens, "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        outputs = continued(state, config, [encoded[number] for number in numbers], **options)
         for number, ids in zip(numbers, outputs, strict=True):
             new_tokens[number] = list(itertools.takewhile(lambda token: token not in eos_ids, ids[length:]))
     texts = [coder.decode(np.asarray(ids + new_tokens[number], np.int32)) for number, ids in enumerate(encoded)]

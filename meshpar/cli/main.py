@@ -63,12 +63,12 @@ def prepare_devices(
     if count is None and (platform != "cpu" or (not use_host and _has_accelerator())):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    given = os.environ.get("XLA_FLAGS", "").split()
-    if given and not given[0].startswith("--"):  # XLA would read a file of this name, with our flags in its name
-        reason, fix = f"`{given[0][:100]}` does not start with --", "write flags such as --xla_dump_to=/tmp/xla"
+    env_flags = os.environ.get("XLA_FLAGS", "").split()
+    if env_flags and not env_flags[0].startswith("--"):  # XLA would read a file of this name, with our flags in it
+        reason, fix = f"`{env_flags[0][:100]}` does not start with --", "write flags such as --xla_dump_to=/tmp/xla"
         raise problem("XLA_FLAGS", "add flags for host devices", reason, fix, code="bad-syntax")
     flags = {name: f"{name}={value}" for name, value in _COLLECTIVE_TIMEOUTS_S.items()}
-    flags |= {flag.partition("=")[0]: flag for flag in given}
+    flags |= {flag.partition("=")[0]: flag for flag in env_flags}
     if count is not None or _DEVICE_COUNT_FLAG not in flags:
         flags[_DEVICE_COUNT_FLAG] = f"{_DEVICE_COUNT_FLAG}={count or HOST_DEVICES}"
     os.environ["XLA_FLAGS"] = " ".join(flags.values())

@@ -84,13 +84,13 @@ def plan(
         from meshpar.planner.scaling import grow
 
         assert plans.search is not None
-        found = grow(plans.search.workload, plans.search.cluster)
-        print_report(found, as_json=as_json)
+        growth_report = grow(plans.search.workload, plans.search.cluster)
+        print_report(growth_report, as_json=as_json)
         if plot:
             from meshpar import plots
 
             with writing(plot):
-                plots.growth(found).savefig(plot)
+                plots.growth(growth_report).savefig(plot)
         return
     if num_tokens is not None:
         plans = plans.for_tokens(num_tokens, price)

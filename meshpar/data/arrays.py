@@ -60,7 +60,7 @@ class ArrayData:
         if self.valid is None:
             train_indices, valid_indices = split_rows(num_train, self.valid_fraction)
             sets = ArrayRows(train, train_indices), ArrayRows(train, valid_indices)
-            how = f"{len(valid_indices)} of {num_train} examples, by the hash of their number"
+            held_out = f"{len(valid_indices)} of {num_train} examples, by the hash of their number"
         else:
             valid = _loaded(self.valid)
             num_valid = _num_examples("valid", valid)
@@ -70,16 +70,16 @@ class ArrayData:
                 fix = "use the same names, shapes and dtypes in both sets"
                 raise problem("`ArrayData.valid`", requested, reason, fix, "wrong-shape")
             sets = ArrayRows(train, np.arange(num_train)), ArrayRows(valid, np.arange(num_valid))
-            how = f"{num_valid} examples given as `valid`"
-        return ArraySource(self, *sets, how=how, batch_size=batch_size, seed=seed)
+            held_out = f"{num_valid} examples given as `valid`"
+        return ArraySource(self, *sets, held_out=held_out, batch_size=batch_size, seed=seed)
 
 
 class ArraySource(RowSource):
     """Opened arrays, returned by `ArrayData.open`."""
 
-    def __init__(self, data: ArrayData, *rows: ArrayRows, how: str, batch_size: int, seed: int) -> None:
+    def __init__(self, data: ArrayData, *rows: ArrayRows, held_out: str, batch_size: int, seed: int) -> None:
         super().__init__(data, *rows, batch_size=batch_size, seed=seed)
-        self._how = how
+        self._held_out = held_out
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -96,7 +96,7 @@ class ArraySource(RowSource):
         empty = self.train_rows.read(np.array([], dtype=np.int64))
         return {
             "arrays": {name: {"shape": list(x.shape[1:]), "dtype": str(x.dtype)} for name, x in empty.items()},
-            "held_out": self._how,
+            "held_out": self._held_out,
             "train": {"examples": len(self.train_rows)},
             "valid": {"examples": len(self.valid_rows), "batches": len(self.served) // self.batch_size},
             "fingerprint": self.fingerprint,

@@ -37,7 +37,7 @@ class DocumentSplit:
         check_fraction("`valid_fraction`", valid_fraction)
         self.settled = False
         """True if the last pass split the documents."""
-        self.how = ""
+        self.held_out = ""
         """Description of the validation set."""
         self._fraction, self._is_single, self._num_chars = valid_fraction, False, 0
         self._moved: str | None = None
@@ -58,7 +58,7 @@ class DocumentSplit:
                 total, num_held_out = total + 1, num_held_out + is_held_out
             self._num_chars += len(document.text)
             yield document, is_held_out
-        self.how = f"{num_held_out} of {total} documents, by the hash of their names"
+        self.held_out = f"{num_held_out} of {total} documents, by the hash of their names"
         self.settled = 0 < num_held_out < total or self._moved is not None
         self._is_single = total == 1
         self._moved = (highest if num_held_out else lowest)[1]
@@ -72,7 +72,7 @@ class DocumentSplit:
                 fix = "add text, or choose a fraction closer to 0.5"
                 raise problem("`valid_fraction`", requested, reason, fix, "out-of-range")
             self.settled = True
-            self.how = f"the last {self._fraction:.1%} of `{part.name}`, the only document"
+            self.held_out = f"the last {self._fraction:.1%} of `{part.name}`, the only document"
             head, tail = part.text[: max(remaining, 0)], part.text[max(remaining, 0) :]
             remaining -= len(part.text)
             if head:

@@ -111,7 +111,7 @@ def _write(files: Sequence[IO[bytes]], reading: Reading, tokenizer: Tokenizer, v
                 count["documents"] += not document.goes_on
                 count["bytes"] += document.num_bytes
                 count["tokens"] += len(ids) + len(end) // dtype.itemsize
-        info = {"held_out": split.how, "skipped": len(reading.skipped), **dict(zip(SIDES, counts, strict=True))}
+        info = {"held_out": split.held_out, "skipped": len(reading.skipped), **dict(zip(SIDES, counts, strict=True))}
     for file in files:
         file.flush()
     return info

@@ -168,14 +168,14 @@ def _remote_matches(url: str, suffixes: Sequence[str], where: str) -> Iterator[t
         elif bucket.isfile(url):
             yield remote.fetch({url: bucket.info(url)}, where)[0], 1, True
             return
-        found = bucket.glob(pattern, detail=True) if has_magic else bucket.find(pattern, detail=True)
+        listing = bucket.glob(pattern, detail=True) if has_magic else bucket.find(pattern, detail=True)
     has_hidden = has_magic and any(part.startswith(".") for part in pattern.split("/"))
     objects: dict[str, Any] = {}
-    for name in sorted(found):
+    for name in sorted(listing):
         relative = Path(name.removeprefix(f"{root}/"))
         is_wanted = has_hidden or not _is_hidden(relative)
-        if found[name]["type"] == "file" and is_wanted and (has_magic or relative.suffix in suffixes):
-            objects[name] = found[name]
+        if listing[name]["type"] == "file" and is_wanted and (has_magic or relative.suffix in suffixes):
+            objects[name] = listing[name]
     if not objects:
         raise _no_match(where, root, suffixes)
     copies = remote.fetch({f"{url.partition(':')[0]}://{name}": info for name, info in objects.items()}, where)

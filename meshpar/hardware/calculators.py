@@ -148,11 +148,11 @@ def moe(
         ("sent to other ranks", (ranks - 1) / ranks * elements, "", "(N−1)/N · b s k d / N"),
     ]
     if cluster is not None:
-        one, two = (breakdown("all-to-all", WEIGHT * n * elements, ranks, cluster).time_s for n in (1, 2))
-        latency_s = 2 * one - two  # the time is linear in the bytes
-        crossover = rows * seq * latency_s / (one - latency_s) if ranks > 1 else 0.0
+        single_s, double_s = (breakdown("all-to-all", WEIGHT * n * elements, ranks, cluster).time_s for n in (1, 2))
+        latency_s = 2 * single_s - double_s  # the time is linear in the bytes
+        crossover = rows * seq * latency_s / (single_s - latency_s) if ranks > 1 else 0.0
         result += [
-            ("all-to-all", one, "s", f"(N−1)(α + n/N · β): {cluster.name}"),
+            ("all-to-all", single_s, "s", f"(N−1)(α + n/N · β): {cluster.name}"),
             ("crossover, tokens", crossover, "", "b s with (N−1) α = (N−1)/N · nβ"),
         ]
     return Sheet(title=f"all-to-alls over {ranks:g} expert ranks", rows=tuple(result))

@@ -169,10 +169,10 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
 def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
     """Return the totals per step as axes -> kind -> `Total`. Combined axes have a key such as `data*fsdp`."""
     sums_by_axes: dict[str, dict[str, np.ndarray]] = {}
-    for one in collectives:
-        kinds = sums_by_axes.setdefault(one.axes_label, {})
-        counts = np.array(one.count_by_stage or (one.count_per_step,), float)
-        kinds[one.kind] = kinds.get(one.kind, 0) + np.stack([counts, counts * one.bytes_sent_per_device])
+    for c in collectives:
+        kinds = sums_by_axes.setdefault(c.axes_label, {})
+        counts = np.array(c.count_by_stage or (c.count_per_step,), float)
+        kinds[c.kind] = kinds.get(c.kind, 0) + np.stack([counts, counts * c.bytes_sent_per_device])
     return {
         axes: {kind: Total(int(sums[0].max()), float(sums[1].max())) for kind, sums in kinds.items()}
         for axes, kinds in sums_by_axes.items()
@@ -182,10 +182,9 @@ def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
 def on_stage(collectives: Iterable[Collective], stage: int) -> tuple[Collective, ...]:
     """Return the collectives that a pipeline stage runs, with their counts on this stage."""
     counted = (
-        dataclasses.replace(one, count_per_step=one.count_by_stage[stage]) if one.count_by_stage else one
-        for one in collectives
+        dataclasses.replace(c, count_per_step=c.count_by_stage[stage]) if c.count_by_stage else c for c in collectives
     )
-    return tuple(one for one in counted if one.count_per_step)
+    return tuple(c for c in counted if c.count_per_step)
 
 
 def per_array(collective: Collective) -> tuple[Collective, ...]:

@@ -17,7 +17,7 @@ from meshpar.sharding.units import human_bytes, human_flops, human_time
 class Row(Plain):
     """A row of the comparison: the values of both reports. None marks a value that a report lacks."""
 
-    what: str
+    quantity: str
     unit: str
     """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for text."""
     first: Any
@@ -52,7 +52,7 @@ class Comparison:
         """Return the comparison as titled tables, which `render` prints."""
         rows = tuple(
             (
-                Cell(row.what),
+                Cell(row.quantity),
                 Cell(_text(row.first, row.unit)),
                 Cell(_text(row.second, row.unit)),
                 Cell(_changed(row), "" if row.difference else "faint"),
@@ -75,8 +75,8 @@ class Comparison:
 def _rows(first: Report, second: Report) -> Iterator[Row]:
     both = (first, second)
 
-    def row(what: str, unit: str, of: Callable[[Report], Any]) -> Row:
-        return Row(what=what, unit=unit, first=of(first), second=of(second))
+    def row(quantity: str, unit: str, of: Callable[[Report], Any]) -> Row:
+        return Row(quantity=quantity, unit=unit, first=of(first), second=of(second))
 
     yield row("mesh", "", lambda report: human_mesh(report.mesh))
     yield row("strategy", "", lambda report: report.strategy)
@@ -88,8 +88,8 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
     for axes, kind in {**totals[0], **totals[1]}:
         old, new = (by_kind.get((axes, kind), Total(0, 0.0)) for by_kind in totals)
         sent = old.bytes_sent_per_device, new.bytes_sent_per_device
-        yield Row(what=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
-        yield Row(what="  runs per step", unit="count", first=old.count_per_step, second=new.count_per_step)
+        yield Row(quantity=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
+        yield Row(quantity="  runs per step", unit="count", first=old.count_per_step, second=new.count_per_step)
     yield row("total sent", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
     if any(report.stages is not None for report in both):
         yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)

@@ -182,7 +182,7 @@ def _explain(
     findings = [*lint(program, collectives, setup, execution, cluster, times), *_other_dtypes(match, execution)]
     wide = high_precision_ops(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if wide is not None:
-        findings.append(Finding(rule="wide-compute", source=wide.where, what=wide.what, fix=wide.fix, nbytes=0))
+        findings.append(Finding(rule="wide-compute", source=wide.where, message=wide.message, fix=wide.fix, nbytes=0))
     return Report(
         devices=setup.mesh.size,
         mesh=sizes,
@@ -286,7 +286,7 @@ def _other_dtypes(matching: MatchResult, execution: Execution) -> Iterator[Findi
             is_wider = max(map(dtype_bits, dtypes)) > dtype_bits(entry.dtype)
             yield Finding(
                 rule="other-dtype",
-                what=f"{entry.role} ({', '.join(entry.tensors[:3])}{', ...' * (len(entry.tensors) > 3)}): "
+                message=f"{entry.role} ({', '.join(entry.tensors[:3])}{', ...' * (len(entry.tensors) > 3)}): "
                 f"{entry.kind} over {'*'.join(entry.axes)} in {', '.join(sorted(dtypes))}, "
                 f"but the step's precision is {entry.dtype}",
                 fix=cast_back_fix(execution.compute)

@@ -123,10 +123,10 @@ def _struct(x: Any, sharding: Sharding | None) -> Any:
     """Return an array or a scalar as a `ShapeDtypeStruct`. Without `sharding`, an array keeps its `NamedSharding`."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         x = np.asarray(x)
-    own = getattr(x, "sharding", None)
-    own = own if isinstance(own, NamedSharding) else None
+    current = getattr(x, "sharding", None)
+    current = current if isinstance(current, NamedSharding) else None
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if sharding is not None else own)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if sharding is not None else current)
 
 
 def _mesh_of(name: str, structs: PyTree, traced: Any, cluster: Cluster | None) -> AnyMesh | None:

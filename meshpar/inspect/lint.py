@@ -66,7 +66,7 @@ class Finding(Plain):
     """Named scopes of the module, or the path of a parameter."""
     source: str = ""
     """`file:line`, or empty if the program does not contain it."""
-    what: str
+    message: str
     """Description, with sizes."""
     fix: str
     """Suggested fix."""
@@ -94,8 +94,8 @@ def lint(
     rules = _RULES if setup is not None else _RULES_OF_PROGRAMS
     by_layer: dict[Any, list[Finding]] = {}
     for finding in itertools.chain.from_iterable(rule(context) for rule in rules):
-        module, what = scopes.layerless(finding.module), scopes.layerless(finding.what)
-        by_layer.setdefault((finding.rule, module, finding.source, what, finding.fix), []).append(finding)
+        module, message = scopes.layerless(finding.module), scopes.layerless(finding.message)
+        by_layer.setdefault((finding.rule, module, finding.source, message, finding.fix), []).append(finding)
     merged = [
         dataclasses.replace(
             findings[0],
@@ -105,7 +105,7 @@ def lint(
         )
         for findings in by_layer.values()
     ]
-    return tuple(sorted(merged, key=lambda f: (-f.nbytes, f.rule, f.module, f.source, f.what)))
+    return tuple(sorted(merged, key=lambda f: (-f.nbytes, f.rule, f.module, f.source, f.message)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +194,8 @@ def _rematerialization(context: _Context) -> Iterator[Finding]:
             rule="rematerialization",
             module=module,
             source=scopes.source(context.module, ins) if ins is not None else "",
-            what=f"{tensor} is resharded from {largest.before} to {largest.after}{more}: the compiler gathers the full "
-            "tensor on every device and slices it",
+            message=f"{tensor} is resharded from {largest.before} to {largest.after}{more}: the compiler gathers the "
+            "full tensor on every device and slices it",
             fix="use the same sharding in both places, or add a constraint in between that shares a sharded dim "
             "with each",
             nbytes=sum(map(_full_bytes, messages)),
@@ -234,7 +234,7 @@ def _replicated(context: _Context) -> Iterator[Finding]:
         yield Finding(
             rule="replicated",
             module=path,
-            what=f"`{leaf.path}` ({dims} {leaf.dtype.name}{slots}, {human_bytes(nbytes)}) is replicated by the rule "
+            message=f"`{leaf.path}` ({dims} {leaf.dtype.name}{slots}, {human_bytes(nbytes)}) is replicated by the rule "
             f"{replicated[0].rule}, while other leaves have up to {max_shards} shards",
             fix="remove the rule so that the strategy applies, or map a dim to a mesh axis",
             nbytes=nbytes - nbytes // max_shards,
@@ -341,7 +341,7 @@ def _is_moved_argument(context: _Context, argument: str, collective: Collective)
     computation = module.computations[collective.computation]
     seen: set[tuple[str, str]] = set()
     stack: list[_Place | None] = [(computation, computation[name]) for name in computation[collective.name].operands]
-    found = False
+    has_argument = False
     while stack:
         place = stack.pop()
         if place is None:
@@ -353,10 +353,10 @@ def _is_moved_argument(context: _Context, argument: str, collective: Collective)
         if computation is module.entry and ins.opcode == "parameter":
             if not _is_argument(ins, argument):
                 return False
-            found = True
+            has_argument = True
         else:
             stack.extend(_data_sources(context, computation, ins))
-    return found
+    return has_argument
 
 
 def _data_sources(context: _Context, computation: Computation, ins: Instruction) -> list[_Place | None]:
@@ -422,8 +422,8 @@ def _slow_axis(context: _Context) -> Iterator[Finding]:
             rule="slow-axis",
             module=largest.module,
             source=largest.source,
-            what=f"mesh axis `{axis}` ({execution.sizes[axis]}) crosses nodes of {cluster.gpus_per_node} GPUs: layers "
-            f"wait for {human_bytes(nbytes)} per step at {human_bytes(link.bytes_per_s)}/s instead of "
+            message=f"mesh axis `{axis}` ({execution.sizes[axis]}) crosses nodes of {cluster.gpus_per_node} GPUs: "
+            f"layers wait for {human_bytes(nbytes)} per step at {human_bytes(link.bytes_per_s)}/s instead of "
             f"{human_bytes(cluster.inside.bytes_per_s)}/s",
             fix=f"use a divisor of {cluster.gpus_per_node} for `{axis}` and more devices for fsdp or data",
             nbytes=nbytes,
@@ -439,36 +439,36 @@ def _small_messages(context: _Context) -> Iterator[Finding]:
     if context.times is None:
         return
     by_axes: dict[str, list[Timed]] = {}
-    for one in context.times.collectives:
-        by_axes.setdefault(one.collective.axes_label, []).append(one)
+    for timed_op in context.times.collectives:
+        by_axes.setdefault(timed_op.collective.axes_label, []).append(timed_op)
     for label, timed in by_axes.items():
-        small = [one for one in timed if 2 * one.latency_s > one.time_s and one.lost_s > 0]
-        lost_s = sum(one.lost_s for one in small)
+        small = [t for t in timed if 2 * t.latency_s > t.time_s and t.lost_s > 0]
+        lost_s = sum(timed_op.lost_s for timed_op in small)
         if lost_s <= LATENCY_SHARE * context.times.step_s:
             continue
         by_place: dict[tuple[str, str, str], list[Timed]] = {}
-        for one in small:
-            place = scopes.layerless(one.collective.module), one.collective.source, one.collective.kind
-            by_place.setdefault(place, []).append(one)
-        group = max(by_place.values(), key=lambda group: sum(one.lost_s for one in group))
-        largest = max(group, key=lambda one: one.lost_s)
+        for timed_op in small:
+            place = scopes.layerless(timed_op.collective.module), timed_op.collective.source, timed_op.collective.kind
+            by_place.setdefault(place, []).append(timed_op)
+        group = max(by_place.values(), key=lambda group: sum(timed_op.lost_s for timed_op in group))
+        largest = max(group, key=lambda timed_op: timed_op.lost_s)
         sent, share = largest.collective, lost_s / context.times.step_s
         crossover_bytes = sent.payload_bytes * largest.latency_s / max(largest.time_s - largest.latency_s, 1e-12)
         yield Finding(
             rule="small-messages",
             module=sent.module,
             source=sent.source,
-            what=f"latency of {_num_runs(small):,} of {_num_runs(timed):,} messages over {label} adds "
+            message=f"latency of {_num_runs(small):,} of {_num_runs(timed):,} messages over {label} adds "
             f"{human_time(lost_s)} ({share:.0%}) to the step. The largest part is due to {sent.kind} of "
             f"{human_bytes(sent.payload_bytes)}, {_num_runs(group):,} times per step. Below "
             f"{human_bytes(int(crossover_bytes))}, latency exceeds bandwidth time",
             fix=_fix_of_small_messages(context, sent),
-            nbytes=int(sum(one.collective.bytes_sent_per_step for one in small)),
+            nbytes=int(sum(timed_op.collective.bytes_sent_per_step for timed_op in small)),
         )
 
 
 def _num_runs(timed: Iterable[Timed]) -> int:
-    return sum(one.collective.count_per_step for one in timed)
+    return sum(timed_op.collective.count_per_step for timed_op in timed)
 
 
 def _fix_of_small_messages(context: _Context, sent: Collective) -> str:
@@ -495,7 +495,7 @@ def _idle_axis(context: _Context) -> Iterator[Finding]:
             continue
         yield Finding(
             rule="idle-axis",
-            what=f"no array is sharded over mesh axis `{axis}` ({size}), so its devices repeat the same work",
+            message=f"no array is sharded over mesh axis `{axis}` ({size}), so its devices repeat the same work",
             fix=f"use its devices for the batch (data, fsdp), or add a strategy that shards over `{axis}`",
             nbytes=table.totals.state_bytes,
         )
@@ -520,7 +520,7 @@ class _CollectiveRule:
 
     rule: str
     matches: Callable[[_Context, Collective], bool]
-    what: str
+    message: str
     fix: str | Callable[[_Context, str], str]
     """The suggested fix, or a function that returns it for a module path."""
     is_per_array: bool = True
@@ -540,7 +540,7 @@ class _CollectiveRule:
                 rule=self.rule,
                 module=module,
                 source=largest.source,
-                what=f"{kind} of {shapes} over {largest.axes_label}{times}{more}: {self.what}",
+                message=f"{kind} of {shapes} over {largest.axes_label}{times}{more}: {self.message}",
                 fix=self.fix if isinstance(self.fix, str) else self.fix(context, module),
                 nbytes=int(sum(array.bytes_sent_per_step for array in group)),
             )
@@ -551,13 +551,13 @@ _RULES_OF_PROGRAMS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _CollectiveRule(
         rule="sliced-all-reduce",
         matches=lambda context, array: context.is_gpu and all(array.sliced),
-        what="each device keeps only a slice of the result, so a reduce-scatter would send half the bytes",
+        message="each device keeps only a slice of the result, so a reduce-scatter would send half the bytes",
         fix="use lax.psum_scatter, or slice by the device's index, which the compiler turns into a reduce-scatter",
     ),
     _CollectiveRule(
         rule="loop-invariant",
         matches=_is_repeated,
-        what="all iterations of a loop send the same data",
+        message="all iterations of a loop send the same data",
         fix="move it before the loop, if there is memory for its result during the loop",
     ),
     _small_messages,
@@ -568,7 +568,7 @@ _RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _CollectiveRule(
         rule="whole-batch",
         matches=_gathers_batch,
-        what="all devices gather the activations of the global batch and repeat the same work",
+        message="all devices gather the activations of the global batch and repeat the same work",
         fix=_fix_of_whole_batch,
     ),
     _CollectiveRule(
@@ -578,7 +578,7 @@ _RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
             and collective.origin == "partitioner"
             and _is_moved_argument(context, "batch", collective)
         ),
-        what="examples of the batch move between devices before they are used",
+        message="examples of the batch move between devices before they are used",
         fix="keep examples on their device: use train_step(accumulate=...), which splits the local batch, instead of a "
         "reshape to [steps, examples]",
         is_per_array=False,
@@ -586,7 +586,7 @@ _RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _CollectiveRule(
         rule="float32-on-the-wire",
         matches=_is_needlessly_float32,
-        what="sent in float32 although the step computes in 16 bits, which doubles the bytes",
+        message="sent in float32 although the step computes in 16 bits, which doubles the bytes",
         fix=_fix_of_float32,
     ),
     _slow_axis,

@@ -57,7 +57,7 @@ class Contributor(Plain):
     """Module path of parameters, or named scopes of temporaries."""
     nbytes: int
     """Bytes of all `count` arrays on one device."""
-    what: str
+    kind: str
     """`parameters`, `optimizer state` or `temporary`."""
     shape: str
     """Local shape of the largest array, in HLO syntax."""
@@ -141,7 +141,7 @@ def memory(
         fits=None if limit is None else peak <= limit,
         host_bytes=program.host_temporary_bytes + setup.table.totals.host_bytes,
         note=memory_note(peak, limit),
-        largest=tuple(sorted(contributors, key=lambda c: (-c.nbytes, c.what, c.module, c.shape))),
+        largest=tuple(sorted(contributors, key=lambda c: (-c.nbytes, c.kind, c.module, c.shape))),
     )
 
 
@@ -193,7 +193,7 @@ def _gradients_bytes(execution: Execution) -> int:
     return sum(gradient_bytes(weight) for weight in execution.weights if weight.leaf.is_trained)
 
 
-def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Contributor]:
+def _grouped(setup: Setup, decisions: Iterable[Decision], kind: str) -> list[Contributor]:
     """Return the modules with the largest state. Optimizer state belongs to the module of its parameter."""
     paths = {decision.path for decision in setup.table.params}
     groups: dict[str, list[Decision]] = {}
@@ -208,7 +208,7 @@ def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Con
         dims = NamedSharding(setup.mesh, largest.spec).shard_shape(leaf.shape)
         shape = f"{dtype}{leaf.dtype.itemsize * 8}[{','.join(map(str, dims))}]"
         contributors.append(
-            Contributor(module=module, nbytes=total, what=what, shape=shape, source="", count=len(members))
+            Contributor(module=module, nbytes=total, kind=kind, shape=shape, source="", count=len(members))
         )
     return sorted(contributors, key=lambda c: -c.nbytes)[:MOST_CONTRIBUTORS]
 
@@ -219,7 +219,7 @@ def temporaries(program: Program) -> list[Contributor]:
     for array in work.largest_temporaries(program.module, most=8 * MOST_CONTRIBUTORS):
         groups.setdefault((array.module, array.shape, array.source), []).append(array.nbytes)
     contributors = [
-        Contributor(module=module, nbytes=sum(sizes), what="temporary", shape=shape, source=source, count=len(sizes))
+        Contributor(module=module, nbytes=sum(sizes), kind="temporary", shape=shape, source=source, count=len(sizes))
         for (module, shape, source), sizes in groups.items()
     ]
     return sorted(contributors, key=lambda c: -c.nbytes)[:MOST_CONTRIBUTORS]

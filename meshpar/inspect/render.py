@@ -91,9 +91,9 @@ class Table:
 
         title = Cell(self.title, "strong").__rich__() if self.title else None
         drawn = RichTable(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, header_style="dim")
-        kept = [i for i, name in enumerate(self.columns) if options.max_width >= ROOMY_COLUMNS or name[-1:] != "?"]
-        rows = [[_cell(row[i]) for i in kept] for row in self.rows[: self.most]]
-        for i, name in enumerate(self.columns[i] for i in kept):
+        shown = [i for i, name in enumerate(self.columns) if options.max_width >= ROOMY_COLUMNS or name[-1:] != "?"]
+        rows = [[_cell(row[i]) for i in shown] for row in self.rows[: self.most]]
+        for i, name in enumerate(self.columns[i] for i in shown):
             is_number = name.endswith(">")
             no_wrap = is_number or max((len(row[i].text) for row in rows), default=0) <= SHORT_CELL
             justify: Any = "right" if is_number else "left"
@@ -222,7 +222,7 @@ def _speed(report: AnyReport) -> Iterator[Cell]:
     wrong = [finding for finding in report.findings if finding.rule in INVALIDATING]
     yield Cell(", ".join(phrases), "warn" if wrong else "")
     for finding in wrong:
-        yield Cell(f"✘ time and utilisation are not for the requested precision: {finding.what}", "bad")
+        yield Cell(f"✘ time and utilisation are not for the requested precision: {finding.message}", "bad")
 
 
 def _memory_verdict(memory: Memory | FunctionMemory) -> Iterator[Cell]:
@@ -281,7 +281,7 @@ def _memory(report: AnyReport) -> Section:
         largest = [
             (
                 Cell(human_bytes(item.nbytes), share=item.nbytes / maximum),
-                item.what,
+                item.kind,
                 _where(item),
                 Cell(item.shape + (f" ×{item.count}" if item.count > 1 else ""), "faint"),
             )
@@ -536,7 +536,7 @@ def _lint(report: AnyReport) -> Section | None:
         (
             Cell(finding.rule, "warn"),
             human_bytes(finding.nbytes),
-            f"{finding.what} in {_where(finding)}" + f", {finding.count} times" * (finding.count > 1),
+            f"{finding.message} in {_where(finding)}" + f", {finding.count} times" * (finding.count > 1),
             fix,
         )
         for finding, fix in zip(report.findings, _without_repeats(f.fix for f in report.findings), strict=True)

@@ -61,7 +61,7 @@ class Event(NamedTuple):
 class Spent(Plain):
     """A part of the step time: idle time, an exposed collective, or an operation."""
 
-    what: str
+    name: str
     time_s: float
     """Seconds per step, averaged over devices. For a collective, only its exposed time."""
     share: float
@@ -126,7 +126,7 @@ class Trace(Printed, Plain):
             by_column = zip(columns, *map(_cells, self.collectives), strict=True)
             heads, *rows = zip(*(cells for cells in by_column if any(cells[1:])), strict=True)
             shown.append(table("collectives, per step and device", heads, rows, left=("collective", "axes")))
-        rows_of = [(one.what, si(one.time_s, "s"), f"{one.share:.0%}", one.where) for one in self.costs]
+        rows_of = [(cost.name, si(cost.time_s, "s"), f"{cost.share:.0%}", cost.where) for cost in self.costs]
         shown.append(table("the largest costs", ("", "time", "of the step", "where"), rows_of, left=("", "where")))
         return Group(*shown, *(f"· {note}" for note in self.notes))
 
@@ -190,7 +190,7 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
         for name, time in times.items()
         if time.kind is not None
     )
-    timed = tuple(sorted(collectives, key=lambda one: -one.measured_s))
+    timed = tuple(sorted(collectives, key=lambda collective: -collective.measured_s))
     module = None if report is None or report.program is None else report.program.module
     computations = () if module is None else module.computations.values()
     op_names = {ins.name: ins.metadata.op_name for computation in computations for ins in computation}
@@ -274,16 +274,16 @@ def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]
     for events in devices:
         compute = _union((o.begin_ns, o.end_ns) for o in events if _KIND.match(o.name) is None)
         by = np.array(compute, float).reshape(-1, 2)
-        for one in events:
-            match = _KIND.match(one.name)
-            name = one.name if match is None else one.name.replace("-done", "-start")
+        for event in events:
+            match = _KIND.match(event.name)
+            name = event.name if match is None else event.name.replace("-done", "-start")
             time = times.setdefault(name, _Time(None if match is None else match.group(1)))
-            spent = one.end_ns - one.begin_ns
+            spent = event.end_ns - event.begin_ns
             time.count += match is None or match.group(2) != "-done"
             time.time_s += spent / scale
             if match is not None:
-                first, last = np.searchsorted(by[:, 1], one.begin_ns), np.searchsorted(by[:, 0], one.end_ns)
-                covered = np.clip(by[first:last], one.begin_ns, one.end_ns)
+                first, last = np.searchsorted(by[:, 1], event.begin_ns), np.searchsorted(by[:, 0], event.end_ns)
+                covered = np.clip(by[first:last], event.begin_ns, event.end_ns)
                 time.exposed_s += (spent - float((covered[:, 1] - covered[:, 0]).sum())) / scale
     return times
 
@@ -327,10 +327,10 @@ def _costs(
     op_names: Mapping[str, str],
 ) -> list[Spent]:
     costs = [("idle", idle_s, "")]
-    costs += [(f"{one.name} (exposed)", one.exposed_s, _place(one.name, op_names)) for one in timed]
+    costs += [(f"{c.name} (exposed)", c.exposed_s, _place(c.name, op_names)) for c in timed]
     costs += [(name, time.time_s, _place(name, op_names)) for name, time in times.items() if time.kind is None]
     spent = (
-        Spent(what=w, time_s=s, share=s / step_s if step_s else 0.0, where=module) for w, s, module in costs if s > 0
+        Spent(name=w, time_s=s, share=s / step_s if step_s else 0.0, where=module) for w, s, module in costs if s > 0
     )
     return sorted(spent, key=lambda cost: -cost.time_s)
 
@@ -349,7 +349,7 @@ def _notes(
     about = next((folder / ABOUT for folder in file.parents if (folder / ABOUT).is_file()), None)
     run_info = None if about is None else read_json(about, str(about), "remove it")
     program = str(run_info.get("program", "")) if isinstance(run_info, dict) else ""
-    unknown = any(one.axes is None for one in timed)
+    unknown = any(collective.axes is None for collective in timed)
     if (program and report.fingerprint not in program) or unknown:
         yield "the recipe does not compile to the traced program: use the --set, --mesh and jax version of the run"
     if report.timeline is None and links is not None:
@@ -372,15 +372,15 @@ def _time(seconds: float | None) -> str:
     return "" if seconds is None else si(seconds, "s")
 
 
-def _cells(one: MeasuredCollective) -> tuple[str, ...]:
+def _cells(collective: MeasuredCollective) -> tuple[str, ...]:
     return (
-        one.name,
-        "" if one.axes is None else "*".join(one.axes),
-        "" if one.payload_bytes is None else si(one.payload_bytes, "B"),
-        f"{one.count:g}",
-        si(one.measured_s, "s"),
-        _time(one.predicted_s),
-        "" if one.ratio is None else f"{one.ratio:.2g}",
-        si(one.exposed_s, "s"),
-        _time(one.predicted_exposed_s),
+        collective.name,
+        "" if collective.axes is None else "*".join(collective.axes),
+        "" if collective.payload_bytes is None else si(collective.payload_bytes, "B"),
+        f"{collective.count:g}",
+        si(collective.measured_s, "s"),
+        _time(collective.predicted_s),
+        "" if collective.ratio is None else f"{collective.ratio:.2g}",
+        si(collective.exposed_s, "s"),
+        _time(collective.predicted_exposed_s),
     )

@@ -90,9 +90,7 @@ def vocab_chunks(jaxpr: Any) -> int:
 
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
     """Return the messages with their counts on a pipeline stage."""
-    return tuple(
-        dataclasses.replace(one, count=one.count_by_stage[stage]) if one.count_by_stage else one for one in sent
-    )
+    return tuple(dataclasses.replace(m, count=m.count_by_stage[stage]) if m.count_by_stage else m for m in sent)
 
 
 def _sent(jaxpr: Any, place: _Place, cells: ScheduleCounts | None) -> Iterator[Message]:

@@ -53,7 +53,7 @@ class Family:
     """Function of (where, document, values by path) that adds values or raises an error."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda cfg: {}
     """Function that returns additional fields of config.json."""
-    kept: Callable[[TransformerConfig, Mapping[str, Any]], list[WeightMapping]] = lambda cfg, document: []
+    extra_tensors: Callable[[TransformerConfig, Mapping[str, Any]], list[WeightMapping]] = lambda cfg, document: []
     """Function of (config, document) that returns tensors to copy, which the decoders do not use."""
 
 
@@ -295,13 +295,13 @@ QKV_BIASES: tuple[Row, ...] = (
 OUT_BIAS: tuple[Row, ...] = (("self_attn.o_proj.bias", "attention/out/bias", "E -> L E"),)
 
 
-def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
+def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
     """Return the table rows of the router and the experts."""
     return (
-        (f"{at}.gate.weight", "mlp/router", "X E -> L E X"),
-        (f"{at}.experts.{{X}}.{gate}.weight", "mlp/gate", "F E -> L X E F"),
-        (f"{at}.experts.{{X}}.{up}.weight", "mlp/up", "F E -> L X E F"),
-        (f"{at}.experts.{{X}}.{down}.weight", "mlp/down", "E F -> L X F E"),
+        (f"{prefix}.gate.weight", "mlp/router", "X E -> L E X"),
+        (f"{prefix}.experts.{{X}}.{gate}.weight", "mlp/gate", "F E -> L X E F"),
+        (f"{prefix}.experts.{{X}}.{up}.weight", "mlp/up", "F E -> L X E F"),
+        (f"{prefix}.experts.{{X}}.{down}.weight", "mlp/down", "E F -> L X F E"),
     )
 
 

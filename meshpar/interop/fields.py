@@ -111,40 +111,40 @@ ROPES: dict[str, set[str]] = {
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
     """Return the values of `rope_scaling` and `rope_yarn` for a config.json."""
-    given = document.get("rope_scaling")
-    if given is None:
+    scaling = document.get("rope_scaling")
+    if scaling is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise bad_value(where, "rope_scaling", given, "it must be an object or null", code="wrong-type")
-    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(scaling, Mapping):
+        raise bad_value(where, "rope_scaling", scaling, "it must be an object or null", code="wrong-type")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # the name in the first Phi-3 releases
     if not isinstance(kind, str) or kind not in ROPES:
         reason, fix = f"the supported types are {', '.join(ROPES)}", "use one, or add it to models/layers.py"
         if kind == "dynamic":
             fix = "set it to null for sequences of up to `max_position_embeddings` tokens, which are not scaled"
         raise bad_value(where, "rope_scaling.rope_type", kind, reason, fix)
-    for name in sorted(given.keys() - ROPES[kind] - {"rope_type", "type"}):
-        if (value := given[name]) is not None and not (name == "truncate" and value is True):
+    for name in sorted(scaling.keys() - ROPES[kind] - {"rope_type", "type"}):
+        if (value := scaling[name]) is not None and not (name == "truncate" and value is True):
             reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
             fix = "use a different checkpoint, or implement it in models/layers.py; without it frequencies may change"
             raise bad_value(where, f"rope_scaling.{name}", value, reason, fix)
 
     def number(name: str, default: float | None = None) -> float:
-        if given.get(name) is None and default is not None:
+        if scaling.get(name) is None and default is not None:
             return default
-        return typed(where, f"rope_scaling.{name}", given.get(name), float)
+        return typed(where, f"rope_scaling.{name}", scaling.get(name), float)
 
     if kind == "default":
         return {}
     if kind == "linear":
         return {"rope_linear": number("factor")}
     name = "original_max_position_embeddings"
-    length = given.get(name, document.get(name, document.get("max_position_embeddings")))
+    length = scaling.get(name, document.get(name, document.get("max_position_embeddings")))
     length = typed(where, f"rope_scaling.{name}", length, int)
     if kind == "longrope":
 
         def factors(name: str) -> tuple[float, ...]:
-            path, values = f"rope_scaling.{name}", given.get(name)
+            path, values = f"rope_scaling.{name}", scaling.get(name)
             if not isinstance(values, list):
                 raise bad_value(where, path, values, "it must be a list of numbers", code="wrong-type")
             return tuple(typed(where, path, value, float) for value in values)
@@ -174,7 +174,7 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
         beta_slow=number("beta_slow", 1.0),
         rotated_factor=number("attention_factor", rotated),
         truncate=typed(
-            where, "rope_scaling.truncate", True if given.get("truncate") is None else given["truncate"], bool
+            where, "rope_scaling.truncate", True if scaling.get("truncate") is None else scaling["truncate"], bool
         ),
         score_factor=_mscale(factor, all_dim) ** 2 if scores and all_dim else 1.0,
     )

@@ -154,16 +154,16 @@ class Folder:
             assert self._block is not None
             shape, scale = self.entries[name].shape, self.entries.pop(name + SCALE, None)
             if scale is None:
-                code, found = "not-found", "none"
+                code, actual = "not-found", "none"
             elif len(shape) != 2 or scale.shape != scale_shape(shape, self._block):
-                code, found = "wrong-shape", f"shape {list(scale.shape)}"
+                code, actual = "wrong-shape", f"shape {list(scale.shape)}"
             elif name + SCALE in self.float8 or scale.dtype not in ("float32", "bfloat16"):
-                code, found = "wrong-dtype", FLOAT8 if name + SCALE in self.float8 else scale.dtype
+                code, actual = "wrong-dtype", FLOAT8 if name + SCALE in self.float8 else scale.dtype
             else:
                 self._scales[name] = scale
                 continue
             requested = f"read float32 or bfloat16 factors for blocks {list(self._block)} of {list(shape)}"
-            where, reason = f"{self.path}, `{name[:100]}{SCALE}`", f"the file has {found}"
+            where, reason = f"{self.path}, `{name[:100]}{SCALE}`", f"the file has {actual}"
             raise problem(where, requested, reason, RELEASE, code)
 
     def _join_packed(self) -> None:

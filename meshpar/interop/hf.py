@@ -368,8 +368,8 @@ def _check(files: Folder, described: Described) -> None:
     config, family, document = described[:3]
     entries = files.entries
     expected = _shapes(family.tensors(config), len(entries), files.path)
-    kept = _shapes(family.kept(config, document), len(entries), files.path)
-    expected |= kept if kept.keys() & entries.keys() else {}  # transformers omits these tensors when it saves a model
+    extra = _shapes(family.extra_tensors(config, document), len(entries), files.path)
+    expected |= extra if extra.keys() & entries.keys() else {}  # transformers omits these tensors when it saves a model
     for name in (*expected, *entries):
         shape, fix = entries[name].shape if name in entries else None, "use the config.json of these files"
         if shape == expected.get(name):
@@ -523,9 +523,9 @@ def to_hf(
         checkpoint = CheckpointTensors(family.tensors(config), params, extra, files, dtype, default)
         new_dtype = None if dtype is None and source is not None and in_files else checkpoint.param_dtype
         document = _document(written(config, family), source, new_dtype) | fields
-        kept = [] if source is None else unused_tensor_names(source)
-        kept = [name for name in kept if files is not None and name in files.entries]
-        sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *kept)}
+        unused = [] if source is None else unused_tensor_names(source)
+        unused = [name for name in unused if files is not None and name in files.entries]
+        sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *unused)}
         spread = hf_files.assigned(sizes.items(), file_bytes)
         if (
             files
@@ -581,7 +581,7 @@ def create_folder(
 def unused_tensor_names(described: Described) -> list[str]:
     """Return the names of tensors that a folder may have but the decoders do not use."""
     config, family, document = described[:3]
-    return [name for mapping in family.kept(config, document) for name, _ in mapping.tensors()]
+    return [name for mapping in family.extra_tensors(config, document) for name, _ in mapping.tensors()]
 
 
 def copy_tokenizer(like: Path, folder: Path) -> None:

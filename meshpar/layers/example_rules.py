@@ -84,10 +84,10 @@ def _join(operands: Sequence[Value]) -> tuple[Dim, ...]:
     """Return the dims of an element-wise operation. Scalars and dims of size 1 are broadcast."""
     rank = max(len(x.dims) for x in operands)
     dims: list[Dim] = []
-    for at in range(rank):
+    for index in range(rank):
         dim: Dim = ()
         for x in operands:
-            other = x.dims[at] if x.dims else ()
+            other = x.dims[index] if x.dims else ()
             if not dim or not other:
                 size, single = size_of(dim or other), dim or other
                 dim = joined(single, dim_of(size, UNIFORM)) if size > 1 else ()
@@ -291,9 +291,9 @@ def concatenate(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     if examples_in(parts):
         blocks = [part[1:] if part and not isinstance(part[0].tag, Examples) else part for part in parts]
         example_block = next(block for block in blocks if examples_in([block]))
-        for at, part in enumerate(parts):  # equal values for all examples, such as zeros
+        for index, part in enumerate(parts):  # equal values for all examples, such as zeros
             if _is_uniform(part) and size_of(part) == size_of(example_block):
-                blocks[at] = example_block
+                blocks[index] = example_block
         if len(set(blocks)) > 1:
             raise UndecidedError("examples are concatenated with other values")
         joint: Dim = merged([Factor(sum(map(size_of, parts)) // size_of(blocks[0]), VARYING), *blocks[0]])
@@ -359,18 +359,18 @@ def _dynamic_update_slice(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Va
 @_rule("reduce_sum")
 def _sum(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     x, axes = operands[0], eqn.params["axes"]
-    kept = tuple(dim for at, dim in enumerate(x.dims) if at not in axes)
-    summed = examples_in(x.dims[at] for at in axes)
+    remaining = tuple(dim for index, dim in enumerate(x.dims) if index not in axes)
+    summed = examples_in(x.dims[index] for index in axes)
     if not summed:
-        size = math.prod(size_of(x.dims[at]) for at in axes)
+        size = math.prod(size_of(x.dims[index]) for index in axes)
         is_random_sum = x.is_random and any(
-            size % count == 0 and all(size_of(dim) % count for dim in kept) for count in flow.batch_sizes
+            size % count == 0 and all(size_of(dim) % count for dim in remaining) for count in flow.batch_sizes
         )
         is_random_sum = x.is_random_sum or is_random_sum
-        return dataclasses.replace(x, dims=kept, known=None, columns=(), is_random_sum=is_random_sum)
-    if examples_in(kept):
+        return dataclasses.replace(x, dims=remaining, known=None, columns=(), is_random_sum=is_random_sum)
+    if examples_in(remaining):
         raise MixedExamplesError("it sums over groups of examples")
-    return Value(kept, is_sum=True)
+    return Value(remaining, is_sum=True)
 
 
 @_rule("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod", "argmax", "argmin")
@@ -378,7 +378,7 @@ def _reduce(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     x, axes = operands[0], eqn.params["axes"]
     _check_no_sum(eqn, operands)
     _check_local(x, axes, f"`{eqn.primitive.name}` reduces over the examples")
-    return Value(tuple(dim for at, dim in enumerate(x.dims) if at not in axes))
+    return Value(tuple(dim for index, dim in enumerate(x.dims) if index not in axes))
 
 
 @_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -409,8 +409,8 @@ def _window(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
         _check_no_sum(eqn, operands)
     whole = [size == 1 and after == size_of(dim) for size, after, dim in
              zip(eqn.params["window_dimensions"], shape, x.dims, strict=True)]  # fmt: skip
-    _check_local(x, [at for at, is_whole in enumerate(whole) if not is_whole], "a window covers several examples")
-    dims = (dim if kept else dim_of(size, VARYING) for dim, size, kept in zip(x.dims, shape, whole, strict=True))
+    _check_local(x, [index for index, is_whole in enumerate(whole) if not is_whole], "a window covers several examples")
+    dims = (dim if is_full else dim_of(size, VARYING) for dim, size, is_full in zip(x.dims, shape, whole, strict=True))
     return Value(tuple(dims), is_sum=x.is_sum)
 
 
@@ -424,7 +424,7 @@ def _dot(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     batch = [joined(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
     contracted = [joined(a.dims[i], b.dims[j]) for i, j in zip(contract_a, contract_b, strict=True)]
     free = [dim for x, used in ((a, (*contract_a, *batch_a)), (b, (*contract_b, *batch_b)))
-            for at, dim in enumerate(x.dims) if at not in used]  # fmt: skip
+            for index, dim in enumerate(x.dims) if index not in used]  # fmt: skip
     dims = (*batch, *free)
     if a.is_zero or b.is_zero:
         return Value(tuple(dim_of(size_of(dim), UNIFORM) for dim in dims), is_zero=True)
@@ -442,7 +442,7 @@ def _dot(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
 def _convolve(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     (image, kernel), numbers = operands, eqn.params["dimension_numbers"]
     shape, batch_dim = eqn.outvars[0].aval.shape, numbers.lhs_spec[0]
-    others = [dim for at, dim in enumerate(image.dims) if at != batch_dim]
+    others = [dim for index, dim in enumerate(image.dims) if index != batch_dim]
     if kernel.depends or image.is_sum or eqn.params["batch_group_count"] != 1 or examples_in(others):
         raise UndecidedError("a convolution has examples in other operands or dims than the batch dim of its input")
     dims = [dim_of(size, VARYING) for size in shape]
@@ -466,34 +466,34 @@ def gather(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
         raise MixedExamplesError("examples are used as the components of an index")
     paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     index_dims = list(indices.dims[:-1])
-    for at, to in paired.items():
-        index_dims[to] = joined(x.dims[at], index_dims[to])
-    for at, dim in enumerate(x.dims):
-        if at in paired or not examples_in([dim]) or sizes[at] == size_of(dim):
+    for index, to in paired.items():
+        index_dims[to] = joined(x.dims[index], index_dims[to])
+    for index, dim in enumerate(x.dims):
+        if index in paired or not examples_in([dim]) or sizes[index] == size_of(dim):
             continue
-        to = _numbered_by_example(x, at, indices, numbers.start_index_map)
+        to = _numbered_by_example(x, index, indices, numbers.start_index_map)
         if to is None:
             raise MixedExamplesError("it selects examples by an index")
         index_dims[to] = dim
     offsets = iter(
-        dim if sizes[at] == size_of(dim) else dim_of(sizes[at], VARYING)
-        for at, dim in enumerate(x.dims)
-        if at not in (*numbers.collapsed_slice_dims, *paired)
+        dim if sizes[index] == size_of(dim) else dim_of(sizes[index], VARYING)
+        for index, dim in enumerate(x.dims)
+        if index not in (*numbers.collapsed_slice_dims, *paired)
     )
     batch = iter(index_dims)
-    dims = tuple(next(offsets) if at in numbers.offset_dims else next(batch) for at in range(len(shape)))
+    dims = tuple(next(offsets) if index in numbers.offset_dims else next(batch) for index in range(len(shape)))
     return Value(dims, is_sum=x.is_sum, is_zero=x.is_zero)
 
 
-def _numbered_by_example(x: Value, at: int, indices: Value, index_map: Sequence[int]) -> int | None:
-    """Return the dim of `indices` along which the index of dim `at` of x is 0, 1, 2, ..., or None."""
-    (factor,) = x.dims[at] if len(x.dims[at]) == 1 else (None,)
+def _numbered_by_example(x: Value, index: int, indices: Value, index_map: Sequence[int]) -> int | None:
+    """Return the dim of `indices` along which the index into dimension `index` of x is 0, 1, 2, ..., or None."""
+    (factor,) = x.dims[index] if len(x.dims[index]) == 1 else (None,)
     columns = indices.columns
     if not columns and indices.known is not None:
         columns = tuple(indices.known[..., i : i + 1] for i in range(indices.known.shape[-1]))
-    if factor is None or at not in index_map or not columns:
+    if factor is None or index not in index_map or not columns:
         return None
-    column = columns[tuple(index_map).index(at)]
+    column = columns[tuple(index_map).index(index)]
     for to, dim in enumerate(indices.dims[:-1]):
         if column is not None and size_of(dim) == factor.size and column.shape[to] == factor.size:
             moved = np.moveaxis(column, to, -1)
@@ -509,26 +509,26 @@ def scatter(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     x, indices, updates = operands
     numbers, adds = eqn.params["dimension_numbers"], eqn.primitive.name in ("scatter-add", "scatter_add")
     _check_no_sum(eqn, [indices])
-    window = [updates.dims[at] for at in numbers.update_window_dims]
-    others = [dim for at, dim in enumerate(updates.dims) if at not in numbers.update_window_dims]
+    window = [updates.dims[index] for index in numbers.update_window_dims]
+    others = [dim for index, dim in enumerate(updates.dims) if index not in numbers.update_window_dims]
     sources = [joined(a, b) for a, b in zip(indices.dims[:-1], others, strict=True)]
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     dims, used = [], set()
-    for at, dim in enumerate(x.dims):
-        to = batching.get(at)
-        if to is None and at in numbers.inserted_window_dims:
-            to = _numbered_by_example(x, at, indices, numbers.scatter_dims_to_operand_dims)
+    for index, dim in enumerate(x.dims):
+        to = batching.get(index)
+        if to is None and index in numbers.inserted_window_dims:
+            to = _numbered_by_example(x, index, indices, numbers.scatter_dims_to_operand_dims)
             new = dim_of(size_of(dim), VARYING)
         elif to is None:
             new = window.pop(0)
         if to is not None:
             used.add(to)
             new = sources[to]
-        is_full = size_of(new) == size_of(dim) and not (to is None and at in numbers.inserted_window_dims)
+        is_full = size_of(new) == size_of(dim) and not (to is None and index in numbers.inserted_window_dims)
         if not is_full and examples_in([dim, new]):
             raise MixedExamplesError("it overwrites examples by an index")
         dims.append(joined(dim, new) if is_full else dim_of(size_of(dim), VARYING))
-    if examples_in(dim for at, dim in enumerate(sources) if at not in used):
+    if examples_in(dim for index, dim in enumerate(sources) if index not in used):
         if examples_in(dims) or not adds or not (x.is_zero or x.is_sum) or updates.is_sum:
             raise MixedExamplesError("different examples write to the same array")
         return Value(tuple(dims), is_sum=True)
@@ -586,10 +586,10 @@ def _fft(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
 @_rule("iota")
 def _iota(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     shape, dim = eqn.params["shape"], eqn.params["dimension"]
-    dims = tuple(dim_of(size, VARYING if at == dim else UNIFORM) for at, size in enumerate(shape))
+    dims = tuple(dim_of(size, VARYING if index == dim else UNIFORM) for index, size in enumerate(shape))
     known = None
     if math.prod(shape) <= MAX_KNOWN and is_exact(eqn.params["dtype"]):
-        along = [-1 if at == dim else 1 for at in range(len(shape))]
+        along = [-1 if index == dim else 1 for index in range(len(shape))]
         known = np.broadcast_to(np.arange(shape[dim], dtype=eqn.params["dtype"]).reshape(along), shape)
     return Value(dims, known=known)
 
@@ -635,25 +635,25 @@ def custom_vjp(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 def _check_backward(flow: Flow, eqn: Any, operands: Sequence[Value], out: Sequence[Value]) -> None:
     """Check that the backward pass of a `jax.custom_vjp` does not combine examples."""
     args, results = ([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in xs] for xs in (eqn.invars, eqn.outvars))
-    at, at_out = ([i for i, x in enumerate(xs) if jax.numpy.issubdtype(x.dtype, np.inexact)] for xs in (args, results))
+    ins, outs = ([i for i, x in enumerate(xs) if jax.numpy.issubdtype(x.dtype, np.inexact)] for xs in (args, results))
 
     def grads(args: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         def function(*floats: Any) -> Any:
-            given = list(args)
-            for i, x in zip(at, floats, strict=True):
-                given[i] = x
-            values = eqn.primitive.bind(*given, **params)
-            return [values[i] for i in at_out]
+            all_args = list(args)
+            for i, x in zip(ins, floats, strict=True):
+                all_args[i] = x
+            values = eqn.primitive.bind(*all_args, **params)
+            return [values[i] for i in outs]
 
-        return jax.vjp(function, *(args[i] for i in at))[1](list(cotangents))
+        return jax.vjp(function, *(args[i] for i in ins))[1](list(cotangents))
 
     try:
         params = eqn.primitive.get_bind_params(eqn.params)
-        jaxpr = jax.make_jaxpr(grads)(args, [results[i] for i in at_out])
+        jaxpr = jax.make_jaxpr(grads)(args, [results[i] for i in outs])
     except Exception:  # some functions can be differentiated in the trace of the loss only
         return
-    after = flow.backward().inner(jaxpr, [*operands, *(Value(out[i].dims) for i in at_out)])
-    for i, grad in zip(at, after, strict=True):
+    after = flow.backward().inner(jaxpr, [*operands, *(Value(out[i].dims) for i in outs)])
+    for i, grad in zip(ins, after, strict=True):
         if grad.combined is not None and grad.combined.kind == "dependent":
             raise MixedExamplesError(f"in the backward pass of a custom_vjp, {grad.combined.why}")
         if grad.is_sum and operands[i].examples:

@@ -278,7 +278,7 @@ def _first_output(closed: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], l
     The caller may pass None for other inputs. `dce_jaxpr` handles calls and loops, but keeps equations with effects,
     such as `jax.debug.print`. These are removed at the top level.
     """
-    outputs = [at == 0 for at in range(len(closed.jaxpr.outvars))]
+    outputs = [index == 0 for index in range(len(closed.jaxpr.outvars))]
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, outputs, instantiate=True)
     needed, eqns = _variables(jaxpr.outvars), []
     for eqn in reversed(jaxpr.eqns):

@@ -156,7 +156,7 @@ class WideWork(NamedTuple):
 
     where: str
     """Source line with the most FLOPs."""
-    what: str
+    message: str
     fix: str
 
 
@@ -187,11 +187,11 @@ def high_precision_ops(jaxpr: Any, precision: Precision, meant: Collection[str] 
     if sum(flops_by_source.values()) < max(MIN_REPORTED_SHARE * all_flops, 1):
         return None
     dtype, where = max(flops_by_source, key=lambda key: flops_by_source[key])
-    what = (
+    message = (
         f"{sum(flops_by_source.values()) / all_flops:.0%} of the matmul FLOPs are in {dtype}, most of them at {where}, "
         f"although Precision(compute={precision.compute!r}) casts the parameters"
     )
-    return WideWork(where, what, cast_back_fix(precision.compute))
+    return WideWork(where, message, cast_back_fix(precision.compute))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
@@ -249,9 +249,9 @@ def matmul_here() -> str | None:
     return word
 
 
-def check_wide(where: str, what: str, fix: str) -> None:
+def check_wide(where: str, operation: str, fix: str) -> None:
     """Check that the module does not request 8-bit matmuls, for kernels that do not support them."""
-    requested = f"compute {what} in 8 bits for Precision(matmul={(word := matmul_here())!r})"
+    requested = f"compute {operation} in 8 bits for Precision(matmul={(word := matmul_here())!r})"
     check_cases(where, requested, "unsupported-feature", (word is not None, "the kernel has no 8-bit matmuls", fix))
 
 

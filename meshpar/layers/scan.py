@@ -141,13 +141,13 @@ class LayerRunner:
     regathers: ClassVar[bool] = False
     """Whether layers gather their weights in both passes, so that gathered weights are not saved."""
 
-    def weights(self, at: str, shards: PyTree) -> PyTree:
-        """Return the weights of a layer, given its shards. `at` is the path of the stacked layers in the model."""
+    def weights(self, stack_path: str, shards: PyTree) -> PyTree:
+        """Return the weights of a layer from its shards. `stack_path` is the path of the stacked layers."""
         return shards
 
-    def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+    def run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
         """Return the result of `scan_layers`. `inputs` are stacked parameters, extra inputs and caches."""
-        with jax.named_scope(at):
+        with jax.named_scope(stack_path):
             return scanned(layer, x, inputs, with_caches=inputs[2] is not None)
 
 
@@ -170,7 +170,7 @@ class StageRunner(LayerRunner):
     in_part: bool = False
     """Whether only a part of the model is traced, so that some modules may not be called."""
 
-    def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+    def run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
         reason = "pipeline stages run full sequences and keep no caches"
         fix = "restore the checkpoint with a strategy without stages, and decode with it"
         has_caches = inputs[2] is not None, reason, fix
@@ -207,7 +207,7 @@ def scan_layers(
     extra: PyTree = None,
     caches: PyTree = None,
     per_example: PyTree = None,
-    at: str = "layers",
+    path: str = "layers",
     staged: bool = True,
 ) -> Any:
     """Apply the stacked layers of a model in sequence.
@@ -231,12 +231,12 @@ def scan_layers(
       x: pytree whose structure, shapes and dtypes all layers preserve. With `batch_slices` the batch is the first dim
         of its leaves.
       params: stacked parameters, `[layers, ...]`, with the logical name `layers` and the same paths as in the model
-        below `at`.
+        below `path`.
       extra: other per-layer inputs, `[layers, ...]`: variables (an NNX state, a Linen collection) or constants.
       caches: per-layer state for decoding, `[layers, ...]`, such as keys and values. The updated caches are returned.
       per_example: inputs of all layers with the batch as first dim, or with a first dim of 1 for all examples, such as
         positions. A layer that closes over them instead cannot run on slices of the batch.
-      at: path, or end of the path, of the stacked layers in the model. It also names the scope of their operations.
+      path: path, or end of the path, of the stacked layers in the model. It also names the scope of their operations.
       staged: whether pipeline stages share these layers; False for a stack that runs within one stage.
 
     Returns:
@@ -263,18 +263,18 @@ def scan_layers(
     if num_slices > 1:
         check_batch_dims(x, per_example, num_slices)
         sliced = layer_on_slices(lambda *args: with_aux(layer(*args), has_sums=True), per_example, num_slices)
-        body: Layer = SlicedLayer(_in_context(sliced, at, runner), num_slices)
+        body: Layer = SlicedLayer(_in_context(sliced, path, runner), num_slices)
     else:
-        body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at, runner)
-    return runner.run(at, body, x, (params, extra, caches))
+        body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), path, runner)
+    return runner.run(path, body, x, (params, extra, caches))
 
 
-def _in_context(layer: Callable[..., Any], at: str, runner: LayerRunner) -> Layer:
+def _in_context(layer: Callable[..., Any], stack_path: str, runner: LayerRunner) -> Layer:
     """Return the layer as a function of (x, inputs), with the weights of the runner and the step's remat policy."""
 
     def body(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
         shards, *optional = inputs
-        return layer(x, runner.weights(at, shards), *(tree for tree in optional if tree is not None))
+        return layer(x, runner.weights(stack_path, shards), *(tree for tree in optional if tree is not None))
 
     context = NUMERICS.value
     if context is None:
@@ -368,17 +368,17 @@ def with_aux(output: Any, *, has_sums: bool = False) -> tuple[Any, Aux | None]:
     return x, Aux(jnp.asarray(aux.loss), metrics, aux.sums if has_sums else None)
 
 
-def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
-    """Return the stacked leaf with the path `path` within a layer, of the layers whose path ends in `at`.
+def leaf_at(stack_path: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
+    """Return the stacked leaf with the path `path` within a layer, of the layers whose path ends in `stack_path`.
 
     Leaves of several stacks may match if they have the same `layout`.
     """
     # NNX stores an array as the `value` of a variable.
-    suffix = f"/{at}/{path.removesuffix('/value')}".rstrip("/")
+    suffix = f"/{stack_path}/{path.removesuffix('/value')}".rstrip("/")
     matches = [leaf for name, leaf in leaves.items() if f"/{name}".endswith(suffix)]
     if len({layout(leaf) for leaf in matches}) == 1:
         return matches[0]
-    where = f"scan_layers(at={at!r})" + f", parameter `{path}`" * bool(path)
+    where = f"scan_layers(path={stack_path!r})" + f", parameter `{path}`" * bool(path)
     reason = f"{len(matches) or 'no'} parameters have paths that end in `{suffix[1:]}`"
     reason += ", and their layouts differ" * bool(matches)
     fix = near_or(suffix[1:], leaves, "pass the path of the stacked layers as `at`")

@@ -96,52 +96,52 @@ def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exchanged_rows(how: Lookup, table_VE: Array, tokens_BT: Array) -> Array:
+def exchanged_rows(lookup: Lookup, table_VE: Array, tokens_BT: Array) -> Array:
     """Return `table[tokens]`, sharded as the residual stream. Embeddings of invalid tokens are NaN."""
 
     def kernel(table_VW: Array, tokens_BT: Array) -> Array:
-        ids_GT, inside_GT = _local_ids(how, table_VW.shape[0], tokens_BT)
+        ids_GT, inside_GT = _local_ids(lookup, table_VW.shape[0], tokens_BT)
         rows_GTW = jnp.take(table_VW, ids_GT, axis=0, mode="clip")
-        if how.vocab:
+        if lookup.vocab:
             rows_GTW = jnp.where(inside_GT[..., None], rows_GTW, 0)
-            summed = tuple(axis for axis in how.vocab if axis not in how.positions)
-            if how.positions:
-                rows_GTW = lax.psum_scatter(rows_GTW, how.positions, scatter_dimension=1, tiled=True)
+            summed = tuple(axis for axis in lookup.vocab if axis not in lookup.positions)
+            if lookup.positions:
+                rows_GTW = lax.psum_scatter(rows_GTW, lookup.positions, scatter_dimension=1, tiled=True)
             rows_GTW = lax.psum(rows_GTW, summed) if summed else rows_GTW
-        return lax.all_to_all(rows_GTW, how.width, split_axis=0, concat_axis=2, tiled=True)
+        return lax.all_to_all(rows_GTW, lookup.width, split_axis=0, concat_axis=2, tiled=True)
 
     with jax.named_scope(SCOPE):
-        x_BTE = per_device(kernel, (how.table, how.tokens), how.rows, all_axes=True)(table_VE, tokens_BT)
-    unknown_BT = (tokens_BT < -how.num_rows) | (tokens_BT >= how.num_rows)
+        x_BTE = per_device(kernel, (lookup.table, lookup.tokens), lookup.rows, all_axes=True)(table_VE, tokens_BT)
+    unknown_BT = (tokens_BT < -lookup.num_rows) | (tokens_BT >= lookup.num_rows)
     return jnp.where(unknown_BT[..., None], jnp.nan, x_BTE)
 
 
-def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]:
+def _backward(lookup: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]:
     # A frequent token accumulates thousands of gradients, so they are summed in float32 or higher precision.
     dtype = jnp.promote_types(g_BTE.dtype, jnp.float32)
     sizes = axis_sizes(ambient().mesh)  # type: ignore[union-attr]
-    num_rows = how.num_rows // num_shards(how.vocab, sizes)
+    num_rows = lookup.num_rows // num_shards(lookup.vocab, sizes)
 
     def kernel(tokens_BT: Array, g_BTE: Array) -> Array:
-        g_GTW = lax.all_to_all(g_BTE, how.width, split_axis=2, concat_axis=0, tiled=True)
-        if how.positions:
-            g_GTW = lax.all_gather(g_GTW, how.positions, axis=1, tiled=True)
-        ids_GT, _ = _local_ids(how, num_rows, tokens_BT)
+        g_GTW = lax.all_to_all(g_BTE, lookup.width, split_axis=2, concat_axis=0, tiled=True)
+        if lookup.positions:
+            g_GTW = lax.all_gather(g_GTW, lookup.positions, axis=1, tiled=True)
+        ids_GT, _ = _local_ids(lookup, num_rows, tokens_BT)
         d_table_VW = jnp.zeros((num_rows, g_GTW.shape[-1]), dtype).at[ids_GT].add(g_GTW.astype(dtype), mode="drop")
-        return lax.psum(d_table_VW, how.summed) if how.summed else d_table_VW
+        return lax.psum(d_table_VW, lookup.summed) if lookup.summed else d_table_VW
 
     with jax.named_scope(SCOPE):
-        d_table_VE = per_device(kernel, (how.tokens, how.rows), how.table, all_axes=True)(tokens_BT, g_BTE)
+        d_table_VE = per_device(kernel, (lookup.tokens, lookup.rows), lookup.table, all_axes=True)(tokens_BT, g_BTE)
     return d_table_VE.astype(g_BTE.dtype), None
 
 
 exchanged_rows.defvjp(lambda how, table, tokens: (exchanged_rows(how, table, tokens), tokens), _backward)
 
 
-def _local_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
+def _local_ids(lookup: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
     """Return the local row of each token of the group and a mask of local rows. Rows of other shards are `num_rows`."""
-    tokens_GT = lax.all_gather(tokens_BT, how.width, axis=0, tiled=True)
-    first = lax.axis_index(how.vocab) * num_rows if how.vocab else 0
-    ids_GT = jnp.where(tokens_GT < 0, tokens_GT + how.num_rows, tokens_GT) - first
+    tokens_GT = lax.all_gather(tokens_BT, lookup.width, axis=0, tiled=True)
+    first = lax.axis_index(lookup.vocab) * num_rows if lookup.vocab else 0
+    ids_GT = jnp.where(tokens_GT < 0, tokens_GT + lookup.num_rows, tokens_GT) - first
     inside_GT = (ids_GT >= 0) & (ids_GT < num_rows)
     return jnp.where(inside_GT, ids_GT, num_rows), inside_GT

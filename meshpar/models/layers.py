@@ -184,9 +184,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnSca
         # The ramp starts at the pair with `beta_fast` rotations and ends at the pair with `beta_slow`. As in the
         # official code, it is clipped at twice the number of pairs.
         pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
-        at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
-        at = [np.floor(at[0]), np.ceil(at[1])] if scaling.truncate else at
-        low, high = max(at[0], 0), min(at[1], 2 * pairs - 1)
+        bounds = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
+        bounds = [np.floor(bounds[0]), np.ceil(bounds[1])] if scaling.truncate else bounds
+        low, high = max(bounds[0], 0), min(bounds[1], 2 * pairs - 1)
         stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
         return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
     wavelengths_F, low, high = 2 * np.pi / frequencies_F, scaling.low_freq_factor, scaling.high_freq_factor

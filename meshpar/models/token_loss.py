@@ -48,10 +48,10 @@ def next_token_loss(
     """
     del key
     if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= batch.keys():
-        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+        contents = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
         fix = "add both, int32 [batch, positions] each, or write a custom loss: (model, batch, key) -> (loss, metrics)"
         requested = "read `inputs` and `targets` from the batch"
-        raise problem("next_token_loss", requested, f"the batch has {found or 'no arrays'}", fix, code="not-found")
+        raise problem("next_token_loss", requested, f"the batch has {contents or 'no arrays'}", fix, code="not-found")
     with masking(token_mask(batch), is_declared=not batch.keys().isdisjoint(("segments", "weights"))):
         logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):

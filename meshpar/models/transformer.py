@@ -266,7 +266,7 @@ def _run(
     """Run a part of the layers with `scan_layers`. Only the last part is distributed over pipeline stages."""
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
     cfg, length = stacked.cfg, None if cache is None else cache.length
-    kinds, at = None, "layers" if part.stop is None else "dense_layers"
+    kinds, path = None, "layers" if part.stop is None else "dense_layers"
     if len(cfg.kinds) > 1:
         kinds = jnp.asarray([cfg.kinds.index(kind) for kind in cfg.kind_of_layer[part]])
 
@@ -280,7 +280,7 @@ def _run(
         return out if aux is None else (out, aux)
 
     extra, staged = (variables, kinds), part.stop is None
-    out = scan_layers(layer, x_BTE, params, extra=extra, caches=caches, per_example=angles, at=at, staged=staged)
+    out = scan_layers(layer, x_BTE, params, extra=extra, caches=caches, per_example=angles, path=path, staged=staged)
     out, aux = with_aux(out)
     return (out, None, aux) if caches is None else (*out, aux)
 

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from meshpar.moe.load_metrics import Advice, Load, Loads, advice, loads, measure, scalars
     from meshpar.moe.nnx import MoE
     from meshpar.moe.router_stats import RouterStats
-    from meshpar.moe.routing import Routed, Routing, capacity, count, kept, route
+    from meshpar.moe.routing import Routed, Routing, assign_slots, capacity, count, route
     from meshpar.moe.transport_choice import KernelChoice, choose_dispatch
 
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Advice", "Dispatched", "ExpertPlacement", "KernelChoice", "Load", "Loads", "MoE", "MoEConfig",
-    "Payload", "Routed", "RouterStats", "Routing", "Weights", "advice", "auxiliary_loss", "capacity",
-    "choose_dispatch", "choose_grouped_matmul", "count", "dispatch", "grouped_matmul", "grouped_swiglu", "kept",
+    "Payload", "Routed", "RouterStats", "Routing", "Weights", "advice", "assign_slots", "auxiliary_loss", "capacity",
+    "choose_dispatch", "choose_grouped_matmul", "count", "dispatch", "grouped_matmul", "grouped_swiglu",
     "loads", "masking", "measure", "moe_layer", "permute", "place", "reference", "report_layers", "route", "scalars",
     "update_bias", "z_loss",
 ]  # fmt: skip

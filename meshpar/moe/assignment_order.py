@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe.routing import kept
+from meshpar.moe.routing import assign_slots
 
 
 class Order(NamedTuple):
@@ -49,7 +49,7 @@ def by_expert(experts: jax.Array, num_experts: int) -> Order:
 
 def in_buffers(experts: jax.Array, num_experts: int, capacity: int) -> Order:
     """Return the order with a buffer of `capacity` positions per expert. Assignments over capacity get no position."""
-    slot, is_kept = kept(experts, capacity, num_experts)
+    slot, is_kept = assign_slots(experts, capacity, num_experts)
     positions = jnp.where(is_kept, experts * capacity + slot, -1)
     return Order(positions, inverse_of(positions, num_experts * capacity))
 

@@ -35,7 +35,7 @@ from meshpar.moe.assignment_order import (
     segment_of,
     weighted_sum,
 )
-from meshpar.moe.routing import count, kept
+from meshpar.moe.routing import assign_slots, count
 from meshpar.moe.token_exchange import FULL, SEND, SEND_BACK, Coding, RowCounts, RowLink, exchange
 from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
 
@@ -234,7 +234,7 @@ class Dropless(NamedTuple):
         shape = self.shape
         chosen = sent = count(experts, shape.num_experts)
         if self.pair_rows < min(self.send_rows, shape.tokens * shape.k):
-            _, fits = kept(experts // shape.local_experts, self.pair_rows, shape.num_ranks)
+            _, fits = assign_slots(experts // shape.local_experts, self.pair_rows, shape.num_ranks)
             experts = jnp.where(fits, experts, shape.num_experts)
             sent = count(experts, shape.num_experts)
         order = by_expert(experts, shape.num_experts)

@@ -54,7 +54,7 @@ def measure(
     scores: Float[Array, "T E"],
     *,
     num_ranks: int = 1,
-    kept: Bool[Array, "T k"] | None = None,
+    is_kept: Bool[Array, "T k"] | None = None,
     axis: Axis | None = None,
     mask: Bool[Array, " T"] | None = None,
 ) -> Loads:
@@ -64,7 +64,7 @@ def measure(
       experts: experts of each token, from `route`.
       scores: scores of all experts, from `route`.
       num_ranks: size of the mesh axes that experts are sharded over, with E / num_ranks consecutive experts per rank.
-      kept: True for assignments that were not dropped, from `routing.kept`. None means all.
+      is_kept: True for assignments that were not dropped, from `routing.assign_slots`. None means all.
       axis: mesh axes that shard tokens, inside a `shard_map`. E + 3 numbers are summed over them.
       mask: False for padding, which does not count. None: all tokens count.
 
@@ -74,10 +74,10 @@ def measure(
     check_scores("measure", scores, experts)
     check_mask("measure", mask, len(scores))
     check_positive_int("measure", "the number of ranks that own experts", num_ranks=num_ranks)
-    if kept is not None:
-        reason, fix = f"it must have a bool per assignment, {experts.shape}", "pass the result of `routing.kept`"
-        is_wrong = jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_
-        requested = f"use `kept` with shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}"
+    if is_kept is not None:
+        reason, fix = f"it must have a bool per assignment, {experts.shape}", "pass the result of `assign_slots`"
+        is_wrong = jnp.shape(is_kept) != experts.shape or jnp.result_type(is_kept) != jnp.bool_
+        requested = f"use `is_kept` with shape {jnp.shape(is_kept)} and dtype {jnp.result_type(is_kept)}"
         check_cases("measure", requested, "wrong-shape", (is_wrong, reason, fix))
     num_experts = scores.shape[-1]
     fix = "pass the size of the expert axis"
@@ -88,7 +88,7 @@ def measure(
         is_assigned = or_unassigned(experts, num_experts) < num_experts
         sums = {
             "tokens": count(experts, num_experts),
-            "dropped": jnp.zeros((), jnp.int32) if kept is None else (is_assigned & ~kept).sum(dtype=jnp.int32),
+            "dropped": jnp.zeros((), jnp.int32) if is_kept is None else (is_assigned & ~is_kept).sum(dtype=jnp.int32),
             "entropy": jnp.sum(entropy(scores), where=mask),
             "routed": jnp.asarray(len(scores) if mask is None else mask.sum(), scores.dtype),
         }

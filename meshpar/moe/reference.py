@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshpar.moe.argument_checks import check_routed
-from meshpar.moe.routing import kept, or_unassigned
+from meshpar.moe.routing import assign_slots, or_unassigned
 from meshpar.sharding.errors import check_cases, check_divides, check_positive_int
 from meshpar.sharding.types import PyTree
 
@@ -36,7 +36,7 @@ def moe(
       weights: gate weights, from `route`.
       expert_fn: applies an expert, given its parameters, to any number of tokens.
       params: parameters with leaves [E, ...].
-      capacity: capacity of each expert for the tokens of a rank, as in `routing.kept`. None means unlimited.
+      capacity: capacity of each expert for the tokens of a rank, as in `routing.assign_slots`. None means unlimited.
       token_ranks: number of ranks that tokens are sharded over. Each has a separate capacity.
 
     Raises:
@@ -56,7 +56,7 @@ def moe(
     weights = jnp.where(experts < num_experts, weights, 0)
     if capacity is not None:
         by_rank = experts.reshape(token_ranks, -1, experts.shape[1])
-        _, is_kept = jax.vmap(lambda rank_experts: kept(rank_experts, capacity, num_experts))(by_rank)
+        _, is_kept = jax.vmap(lambda rank_experts: assign_slots(rank_experts, capacity, num_experts))(by_rank)
         weights = jnp.where(is_kept.reshape(weights.shape), weights, 0)
     outputs = jax.vmap(expert_fn, in_axes=(0, None))(params, x)
     total = jnp.zeros_like(outputs[0])

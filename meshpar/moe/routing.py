@@ -216,7 +216,9 @@ def capacity(tokens: int, routing: Routing) -> int:
     return min(tokens, math.ceil(tokens * routing.top_k * factor / routing.num_experts))
 
 
-def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[Int32[Array, "T k"], Bool[Array, "T k"]]:
+def assign_slots(
+    experts: Int[Array, "T k"], capacity: int, num_experts: int
+) -> tuple[Int32[Array, "T k"], Bool[Array, "T k"]]:
     """Return the slot of each assignment at its expert, and whether the slot is within the capacity.
 
     Slots count from 0 in row-major order of `experts`, and continue past the capacity. The last tokens of a batch are
@@ -232,14 +234,14 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
       ValueError: `experts` are not integers, or `capacity` or `num_experts` is out of range.
 
     Example:
-      >>> slot, is_kept = mp.moe.kept(jnp.array([[0, 1], [0, 2], [0, 1]]), capacity=2, num_experts=4)
+      >>> slot, is_kept = mp.moe.assign_slots(jnp.array([[0, 1], [0, 2], [0, 1]]), capacity=2, num_experts=4)
       >>> slot.tolist(), is_kept.tolist()
       ([[0, 0], [1, 0], [2, 1]], [[True, True], [True, True], [False, True]])
     """
-    check_array("kept", "experts", experts, "T k", "integer")
+    check_array("assign_slots", "experts", experts, "T k", "integer")
     if not isinstance(capacity, jax.core.Tracer):
-        check_int("kept", "the capacity of an expert", capacity=capacity)
-    check_positive_int("kept", "the number of experts", num_experts=num_experts)
+        check_int("assign_slots", "the capacity of an expert", capacity=capacity)
+    check_positive_int("assign_slots", "the number of experts", num_experts=num_experts)
     experts = or_unassigned(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)

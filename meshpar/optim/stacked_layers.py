@@ -54,7 +54,7 @@ def per_layer(tx: optax.GradientTransformation, names: Mapping[str, Names | None
 
         def select(label: str, tree: PyTree) -> PyTree:
             leaves = zip(jax.tree.leaves(tree), labels, stacks, strict=True)
-            selected = [jnp.moveaxis(x, dims, range(len(dims))) if own == label else None for x, own, dims in leaves]
+            selected = [jnp.moveaxis(x, dims, range(len(dims))) if name == label else None for x, name, dims in leaves]
             return jax.tree.unflatten(structure, selected)
 
         return {

@@ -212,14 +212,14 @@ def _check_no_lists(batch: PyTree) -> None:
             )
 
 
-def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:
+def check_rows(batch: PyTree, over: Mapping[str, int], count: int, pieces: str, *, takes_scalars: bool = False) -> None:
     """Check that all leaves have the same first dim, divisible by the number of shards times `count`.
 
     Args:
       batch: a pytree of arrays or shapes.
       over: the mesh axes that shard the batch, with their sizes.
       count: number of pieces of the local batch.
-      what: name of the pieces for the error, such as "micro-steps".
+      pieces: name of the pieces for the error, such as "micro-steps".
       takes_scalars: True to allow scalars.
     """
     leaves = tree_leaves_with_paths(batch)
@@ -244,7 +244,7 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
         axes = " × ".join(f"`{axis}`" for axis in over) or "one device"
         fewer = fewer_devices(rows // count if rows % count == 0 else 1, over)
         where = f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)"
-        requested = f"shard it over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else "")
+        requested = f"shard it over {axes} ({shards})" + (f" in {count} {pieces}" if count > 1 else "")
         fix = ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer)))
         raise problem(where, requested, f"{rows} is not a positive multiple of {unit}", fix, code="indivisible")
 

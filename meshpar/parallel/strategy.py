@@ -225,22 +225,22 @@ class Strategy:
 class RulesOnly(Parallelism):
     """A `Rules` value used as a strategy, for parameters, gradients, optimizer state and activations."""
 
-    given: Rules
+    wrapped: Rules
 
     name = "Rules"
 
     def rules(self) -> RuleSets:
         # Path patterns refer to parameters: a pattern such as `.*` must not match the batch.
-        return RuleSets(self.given, self.given, self.given, activations("default") | self.given.without_paths())
+        return RuleSets(self.wrapped, self.wrapped, self.wrapped, activations("default") | self.wrapped.without_paths())
 
     def expected_collectives(self, execution: Execution) -> Iterator[ExpectedCollective]:
         return contracted(execution)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
-        return {"part": self.name, **self.given.to_json()}
+        return {"part": self.name, **self.wrapped.to_json()}
 
     def __repr__(self) -> str:
-        return repr(self.given)
+        return repr(self.wrapped)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -258,10 +258,10 @@ class Custom(Parallelism):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:4]:
-            given = getattr(self, field.name)
-            if not isinstance(given, Rules):
+            value = getattr(self, field.name)
+            if not isinstance(value, Rules):
                 fix = f'write {field.name}=mp.Rules(embed="fsdp")'
-                raise problem("custom()", f"set {field.name}={given!r}", "it must be a Rules", fix, code="wrong-type")
+                raise problem("custom()", f"set {field.name}={value!r}", "it must be a Rules", fix, code="wrong-type")
 
     def rules(self) -> RuleSets:
         return RuleSets(self.params, self.grads, self.optimizer, self.activations)
@@ -277,9 +277,9 @@ class Custom(Parallelism):
         return self.label or super().__repr__()
 
     def arguments(self) -> dict[str, Any]:
-        given = self.rules()._asdict()
+        rules_by_field = self.rules()._asdict()
         is_default = self.activations == activations("default")
-        return {name: rules for name, rules in given.items() if name != "activations" or not is_default}
+        return {name: rules for name, rules in rules_by_field.items() if name != "activations" or not is_default}
 
 
 def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules | None = None) -> Strategy:
@@ -298,8 +298,8 @@ def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules 
       >>> mp.custom(params=mp.Rules(), grads=mp.Rules(embed="fsdp"), optimizer=mp.Rules(embed="fsdp")).grads
       Rules(embed='fsdp')
     """
-    one = Custom(params=params, grads=grads, optimizer=optimizer)
-    return Strategy((one if activations is None else dataclasses.replace(one, activations=activations),))
+    rules = Custom(params=params, grads=grads, optimizer=optimizer)
+    return Strategy((rules if activations is None else dataclasses.replace(rules, activations=activations),))
 
 
 def as_strategy(rules: Strategy | Rules) -> Strategy:

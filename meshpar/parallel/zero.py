@@ -229,18 +229,18 @@ def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any, pref
 
 
 def _quantize_of(
-    origin: str, axes: tuple[str, ...], given: str | Mapping[str, object] | Quantize | None
+    origin: str, axes: tuple[str, ...], quantize: str | Mapping[str, object] | Quantize | None
 ) -> Quantize | None:
     """Convert the `quantize` argument of a preset over these axes to a `Quantize`."""
-    if given is None:
+    if quantize is None:
         return None
-    if isinstance(given, Mapping):
+    if isinstance(quantize, Mapping):
         fields = [field.name for field in dataclasses.fields(Quantize)]
-        for name in given.keys() - set(fields):
+        for name in quantize.keys() - set(fields):
             fix = near(str(name), fields)
-            raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
-        given = Quantize(**given)  # type: ignore[arg-type]
-    wire = given if isinstance(given, Quantize) else Quantize(weights=given, gradients=given)
+            raise problem(f"{origin}(quantize={quantize!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
+        quantize = Quantize(**quantize)  # type: ignore[arg-type]
+    wire = quantize if isinstance(quantize, Quantize) else Quantize(weights=quantize, gradients=quantize)
     if wire.secondary is not None:
         inside = axes_of(f"{origin}(quantize=...) secondary", wire.secondary)
         if not set(inside) < set(axes):

@@ -1,4 +1,4 @@
-"""Partial evaluation of jaxprs: a known and an unknown half, divided by the dependencies of their outputs."""
+"""Partial evaluation of jaxprs: a known and an unknown half."""
 
 from __future__ import annotations
 

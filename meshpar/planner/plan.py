@@ -33,7 +33,7 @@ from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import SEARCH
 from meshpar.planner.layout import FIX, Layout
-from meshpar.planner.search import Found, Search
+from meshpar.planner.search import Candidate, Search
 from meshpar.planner.workload import Workload, batch_of, describe, value_of
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing
@@ -90,21 +90,22 @@ class Plan(Plain):
 
     @staticmethod
     def of(
-        found: Found, work: Workload, cluster: Cluster, compiled: Compiled | None = None, correction: float = 1.0
-    ) -> Plan:
+        candidate: Candidate, work: Workload, cluster: Cluster, *,
+        compiled: Compiled | None = None, correction: float = 1.0,
+    ) -> Plan:  # fmt: skip
         """Return the plan of a layout, with the compiler's numbers if it was compiled.
 
         `correction` is a factor of the estimated step time.
         """
-        numbers = compiled or found.time
+        numbers = compiled or candidate.time
         step_s = numbers.step_s * (1.0 if compiled else correction)
         tokens = None if work.tokens is None else work.tokens / cluster.num_devices / step_s
         peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * step_s
         return Plan(
-            layout=found.layout, peak_bytes=compiled.peak_bytes if compiled else found.memory.peak_bytes,
-            step_s=step_s, bound=found.time.bound, exposed_s=numbers.exposed_s, sent_bytes=numbers.sent_bytes,
-            tokens_per_s=tokens, utilisation=work.model_flops * work.rows / peak_flops, memory=found.memory.to_json(),
-            compiled=compiled,
+            layout=candidate.layout, peak_bytes=compiled.peak_bytes if compiled else candidate.memory.peak_bytes,
+            step_s=step_s, bound=candidate.time.bound, exposed_s=numbers.exposed_s, sent_bytes=numbers.sent_bytes,
+            tokens_per_s=tokens, utilisation=work.model_flops * work.rows / peak_flops,
+            memory=candidate.memory.to_json(), compiled=compiled,
         )  # fmt: skip
 
 
@@ -202,27 +203,27 @@ class Plans(Printed, Plain):
             strategy = parse_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy)
         try:
             if strategy is None:
-                found = self.search.on_mesh(spec)
+                candidate = self.search.on_mesh(spec)
             else:
                 options: dict[str, Any] = {"remat": remat, "accumulate": accumulate, "batch_slices": batch_slices}
                 check_options(strategy, StepOptions(**options), tuple(axis for axis, size in spec.items() if size > 1))
-                found = self.search.estimate(Layout(mesh=spec, strategy=strategy, **options))
+                candidate = self.search.estimate(Layout(mesh=spec, strategy=strategy, **options))
         except MeshparError as error:
             return f"the layout is invalid: {error}"
-        label, limit, peak = found.layout.label, self.search.limit_bytes, found.memory.peak_bytes
+        label, limit, peak = candidate.layout.label, self.search.limit_bytes, candidate.memory.peak_bytes
         if peak > limit:
-            largest = max(found.memory.parts, key=lambda term: found.memory.parts[term])
+            largest = max(candidate.memory.parts, key=lambda term: candidate.memory.parts[term])
             return (
                 f"{label} does not fit: {human_bytes(peak)} of {human_bytes(limit)} per GPU, "
                 f"{human_bytes(peak - limit)} too much; the largest term is {largest.removesuffix('_bytes')}\n"
                 f"{self.rates}"
             )
         # Compare estimates, even if the best plan was compiled.
-        ratio = found.time.step_s / self.search.estimate(self.plans[0].layout).time.step_s
-        waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(found.time.exposed_s))
+        ratio = candidate.time.step_s / self.search.estimate(self.plans[0].layout).time.step_s
+        waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(candidate.time.exposed_s))
         return (
-            f"{label} fits and takes {si(found.time.step_s, 's')} per step, {ratio:.2f} times the best; bound by "
-            f"{found.time.bound}" + (f", waits {waits}" if waits else "") + f"\n{self.rates}"
+            f"{label} fits and takes {si(candidate.time.step_s, 's')} per step, {ratio:.2f} times the best; bound by "
+            f"{candidate.time.bound}" + (f", waits {waits}" if waits else "") + f"\n{self.rates}"
         )
 
     def __rich__(self) -> Any:
@@ -314,14 +315,14 @@ def plan(
     )  # fmt: skip
     search = Search(work, cluster)
     with warnings.catch_warnings(record=True) as caught:
-        found = list(_traceable(search, loss, top))
+        candidates = list(_traceable(search, loss, top))
     warned = [warning for warning in caught if issubclass(warning.category, UserWarning)]
     for warning in caught:
         if warning not in warned:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    if not found:
+    if not candidates:
         raise _nothing_fits(search)
-    plans, left_out, correction = _verified(search, found, loss, verify, options)
+    plans, left_out, correction = _verified(search, candidates, loss, verify, options)
     corrected = f"; steps of other plans are estimates times {correction:.3g}, the mean ratio of compiled plans"
     return Plans(
         cluster=cluster.name,
@@ -366,16 +367,16 @@ def _expert_properties(model: Any, bound_factor: Any, nodes_visited: Any, row_by
     return {name: getattr(getattr(model, "moe", None), name, value) for name, value in values.items()}
 
 
-def _traceable(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
+def _traceable(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Candidate]:
     """Yield the fastest layouts under which the model can be traced. Some kernels do not support all strategies."""
     is_traceable: dict[Any, bool] = {}
-    for found in search.best(4 * top):
-        axes = tuple(size > 1 for size in found.layout.mesh.values())
-        key = axes, tuple(map(repr, found.layout.strategy.parts)), found.layout.batch_slices
+    for candidate in search.best(4 * top):
+        axes = tuple(size > 1 for size in candidate.layout.mesh.values())
+        key = axes, tuple(map(repr, candidate.layout.strategy.parts)), candidate.layout.batch_slices
         if key not in is_traceable:
-            is_traceable[key] = _traces(search, found.layout, loss)
+            is_traceable[key] = _traces(search, candidate.layout, loss)
         if is_traceable[key]:
-            yield found
+            yield candidate
             top -= 1
         if not top:
             return
@@ -423,14 +424,14 @@ def _nothing_fits(search: Search) -> MeshparError:
 
 
 def _verified(
-    search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, options: StepOptions
+    search: Search, candidates: Sequence[Candidate], loss: Callable[..., Any], verify: int, options: StepOptions
 ) -> tuple[list[Plan], list[str], float]:
     """Return the plans by step time, descriptions of layouts that do not fit when compiled, and the correction.
 
     The correction is a factor of the estimated step times: the geometric mean of the ratios of compiled to estimated
     times. It removes an error that all estimates share, which would rank estimated plans above compiled plans.
     """
-    work, cluster, remaining = search.workload, search.cluster, list(found)
+    work, cluster, remaining = search.workload, search.cluster, list(candidates)
     plans: list[Plan] = []
     left_out: list[str] = []
     log_ratios: list[float] = []
@@ -439,22 +440,24 @@ def _verified(
             layout = remaining.pop(0)
             program = compiled(search, layout, loss, cast(PodProcess, pod), options)
             if program.fits:
-                plans.append(Plan.of(layout, work, cluster, program))
+                plans.append(Plan.of(layout, work, cluster, compiled=program))
                 log_ratios.append(math.log(program.step_s / layout.time.step_s))
             else:
                 needed = human_bytes(program.peak_bytes)
                 left_out.append(f"does not fit: {layout.layout.label}: the compiled program needs {needed}")
     if not plans and not remaining:
-        reason, fix = "; ".join(left_out), f"compile more than {len(found)} layouts: --top {2 * len(found)}"
+        reason, fix = "; ".join(left_out), f"compile more than {len(candidates)} layouts: --top {2 * len(candidates)}"
         raise problem(f"plan for `{cluster.name}`", "verify it with the compiler", reason, fix, code="does-not-fit")
     correction = math.exp(sum(log_ratios) / len(log_ratios)) if log_ratios else 1.0
     plans += [Plan.of(layout, work, cluster, correction=correction) for layout in remaining]
     return sorted(plans, key=lambda plan: plan.step_s), left_out, correction
 
 
-def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, options: StepOptions) -> Compiled:
+def compiled(
+    search: Search, candidate: Candidate, loss: Callable[..., Any], pod: PodProcess, options: StepOptions
+) -> Compiled:
     """Compile a layout for the cluster. `options` are the step options that the layout does not determine."""
-    layout, work = found.layout, search.workload
+    layout, work = candidate.layout, search.workload
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, layout.options(options)), state, work.batch, search.cluster, pod=pod, advise=False)
@@ -465,21 +468,21 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
     peak = report.memory.peak_bytes
     return Compiled(
         peak_bytes=peak, sent_bytes=sent, exposed_s=exposed, hidden_fraction=report.overlap.hidden_fraction,
-        step_s=step_s, fits=bool(report.memory.fits), notes=tuple(_notes(found, peak, sent, step_s)),
+        step_s=step_s, fits=bool(report.memory.fits), notes=tuple(_notes(candidate, peak, sent, step_s)),
     )  # fmt: skip
 
 
-def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
-    estimate = found.memory.peak_bytes
+def _notes(candidate: Candidate, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
+    estimate = candidate.memory.peak_bytes
     if abs(estimate / peak - 1) > SEARCH.memory_error:
         yield f"peak memory: estimated {human_bytes(estimate)}, compiled {human_bytes(peak)}"
     total = sum(sent.values())
     for label, nbytes in sent.items():
-        estimated_bytes = found.time.sent_bytes.get(label, 0.0)
+        estimated_bytes = candidate.time.sent_bytes.get(label, 0.0)
         if nbytes > total / 100 and abs(estimated_bytes / nbytes - 1) > BYTES_ERROR:
             yield f"bytes over {label}: estimated {human_bytes(estimated_bytes)}, compiled {human_bytes(nbytes)}"
-    if abs(found.time.step_s / step_s - 1) > SEARCH.time_error:
-        yield f"step: estimated {si(found.time.step_s, 's')}, simulated from the program {si(step_s, 's')}"
+    if abs(candidate.time.step_s / step_s - 1) > SEARCH.time_error:
+        yield f"step: estimated {si(candidate.time.step_s, 's')}, simulated from the program {si(step_s, 's')}"
 
 
 # ---- From a file -----------------------------------------------------------------------------------------------------

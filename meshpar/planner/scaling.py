@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from meshpar.hardware.clusters import Cluster
 from meshpar.parallel import Strategy
-from meshpar.planner.search import Found, Search
+from meshpar.planner.search import Candidate, Search
 from meshpar.planner.workload import Workload, batch_of
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.printing import Plain, Printed, table
@@ -123,10 +123,11 @@ def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growt
                 per_gpu = (rows if job.tokens is None else job.tokens) / num
                 sizes += [
                     Size(
-                        scaling=scaling, num_gpus=num, kind=kind, layout=found.layout.label, step_s=found.time.step_s,
-                        tokens_per_s=per_gpu / found.time.step_s, bound=found.time.bound,
+                        scaling=scaling, num_gpus=num, kind=kind, layout=candidate.layout.label,
+                        step_s=candidate.time.step_s, tokens_per_s=per_gpu / candidate.time.step_s,
+                        bound=candidate.time.bound,
                     )
-                    for kind, found in best_by_kind(Search(job, pod)).items()
+                    for kind, candidate in best_by_kind(Search(job, pod)).items()
                 ]  # fmt: skip
             nodes *= 2
     best = {_fastest(group).kind for group in _by_cluster(sizes).values()}
@@ -146,23 +147,23 @@ def with_rows(work: Workload, rows: int) -> Workload:
     return dataclasses.replace(work, rows=rows, tokens=tokens, batch=batch_of(work.batch, rows))
 
 
-def best_by_kind(search: Search) -> Mapping[str, Found]:
+def best_by_kind(search: Search) -> Mapping[str, Candidate]:
     """Return the fastest layout that fits, for each kind of strategy."""
     num_evaluated: dict[str, int] = {}
-    best: dict[str, Found] = {}
+    best: dict[str, Candidate] = {}
     for start in search.starts():
         kind = kind_of(start.strategy)
         is_skipped = len(start.strategy.parts) > MAX_PARTS or start.state_bytes > search.limit_bytes
         if is_skipped or num_evaluated.get(kind, 0) >= MAX_CANDIDATES:
             continue
         try:
-            fits: Sequence[Found] = list(search.of(search.placer.place(start.sizes, start.strategy)))
+            fits: Sequence[Candidate] = list(search.of(search.placer.place(start.sizes, start.strategy)))
         except MeshparError:
             continue
         num_evaluated[kind] = num_evaluated.get(kind, 0) + bool(fits)
-        for found in fits:
-            if kind not in best or found.time.step_s < best[kind].time.step_s:
-                best[kind] = found
+        for candidate in fits:
+            if kind not in best or candidate.time.step_s < best[kind].time.step_s:
+                best[kind] = candidate
     return best
 
 

@@ -57,7 +57,7 @@ PER_KIND = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class Candidate:
     """A layout with its estimates."""
 
     layout: Layout
@@ -138,13 +138,13 @@ class Search:
             "simulated step"
         )
 
-    def best(self, top: int) -> list[Found]:
+    def best(self, top: int) -> list[Candidate]:
         """Return the fastest layouts that fit, each resolved as in training.
 
         The search evaluates the most promising layouts of each kind first, then other layouts of the best kinds, and
         then the rest. If there are few strategies, it evaluates all of them.
         """
-        found: list[Found] = []
+        fastest: list[Candidate] = []
         starts = self.starts()
         fit = [start for start in starts if start.state_bytes <= self.limit_bytes]
         # If no state fits, the smallest is evaluated, for the error message.
@@ -154,7 +154,7 @@ class Search:
             by_kind[start.kind].append(start)
 
         def is_promising(start: _Start) -> bool:
-            return len(fit) <= MAX_EVALUATED or len(found) < top or start.step_s <= found[-1].time.step_s
+            return len(fit) <= MAX_EVALUATED or len(fastest) < top or start.step_s <= fastest[-1].time.step_s
 
         times: dict[Any, float] = {}
         # The coarse estimates of pipelines are the least accurate, so pipelines are evaluated last.
@@ -165,7 +165,7 @@ class Search:
                 break
             if kind not in times and is_promising(start):
                 evaluated.add(id(start))
-                if (time_s := self._evaluate(start, found, top)) is not None:
+                if (time_s := self._evaluate(start, fastest, top)) is not None:
                     times[kind] = time_s
         fastest_kinds = sorted(times, key=times.__getitem__)
         remaining = [start for kind in fastest_kinds for start in by_kind[kind][: 2 * PER_KIND]]
@@ -176,16 +176,16 @@ class Search:
         for start in filter(is_promising, remaining[: 2 * MAX_EVALUATED]):
             if budget == 0:
                 break
-            budget -= self._evaluate(start, found, top) is not None
-        return found
+            budget -= self._evaluate(start, fastest, top) is not None
+        return fastest
 
-    def _evaluate(self, start: _Start, found: list[Found], top: int) -> float | None:
-        """Evaluate the layouts of a strategy on a mesh and merge the fastest into `found`.
+    def _evaluate(self, start: _Start, fastest: list[Candidate], top: int) -> float | None:
+        """Evaluate the layouts of a strategy on a mesh and merge the fastest into `fastest`.
 
         Returns:
           The time of the fastest layout that fits, or None if none fits.
         """
-        below_s = found[-1].time.step_s if len(found) == top else math.inf
+        below_s = fastest[-1].time.step_s if len(fastest) == top else math.inf
         try:
             placed = self.placer.place(start.sizes, start.strategy)
             layouts = list(self.of(placed, below_s=below_s))
@@ -194,7 +194,7 @@ class Search:
         if better := [layout for layout in layouts if layout.time.step_s < below_s]:
             with contextlib.suppress(MeshparError):
                 self.resolve(placed)
-                found[:] = sorted([*found, *better], key=lambda layout: layout.time.step_s)[:top]
+                fastest[:] = sorted([*fastest, *better], key=lambda layout: layout.time.step_s)[:top]
         return min((layout.time.step_s for layout in layouts), default=None)
 
     def starts(self) -> list[_Start]:
@@ -379,7 +379,7 @@ class Search:
             if work.is_divisible or (strategy.pipeline is None and strategy.quantize is None):
                 yield strategy
 
-    def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Found]:
+    def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Candidate]:
         """Yield the layouts of a strategy on a mesh that fit in memory.
 
         Each remat policy has the fewest micro-steps that fit, or more if memory is too tight for overlap. Batch slices
@@ -394,13 +394,13 @@ class Search:
                 if (estimate := self.fits(placed, layout)) is None:
                     continue
                 time = self.clock.estimate(placed, layout, estimate)
-                yield Found(layout=layout, memory=estimate, time=time)
+                yield Candidate(layout=layout, memory=estimate, time=time)
                 can_slice = work.rows % (placed.batch_shards * layout.microbatches * SLICES) == 0 and work.runs_layers
                 if can_slice and time.step_s - sum(time.exposed_s.values()) < below_s:
                     sliced = dataclasses.replace(layout, batch_slices=SLICES)
                     sliced_time = self.clock.estimate(placed, sliced, estimate)
                     if sliced_time.step_s < time.step_s:
-                        yield Found(layout=sliced, memory=estimate, time=sliced_time)
+                        yield Candidate(layout=sliced, memory=estimate, time=sliced_time)
                 if not self.clock.is_crowded(estimate):  # more micro-steps send more, but leave memory for overlap
                     break
 
@@ -416,9 +416,9 @@ class Search:
             self.smallest = layout, estimate
         return None
 
-    def on_mesh(self, mesh: MeshSpec) -> Found:
+    def on_mesh(self, mesh: MeshSpec) -> Candidate:
         """Return the fastest candidate on a mesh, or the smallest if none fits. Raises like `estimate`."""
-        sizes, found = mesh.resolve(self.cluster.num_devices), []
+        sizes, candidates = mesh.resolve(self.cluster.num_devices), []
         last_error: MeshparError | None = None
         for strategy in self.strategies(sizes):
             try:
@@ -426,22 +426,22 @@ class Search:
                 is_undivided = strategy.pipeline is not None or not self.workload.is_divisible
                 max_steps = 1 if is_undivided else max(1, self.workload.rows // placed.batch_shards)
                 layout = Layout(mesh=_spec(sizes), strategy=strategy)
-                found += [
+                candidates += [
                     self.estimate(dataclasses.replace(layout, remat=remat, accumulate=accumulate))
                     for remat in self.policies
                     for accumulate in {1, max_steps}
                 ]
-                found += self.of(placed)
+                candidates += self.of(placed)
             except MeshparError as error:
                 last_error = error
-        if not found:
+        if not candidates:
             reason, fix = "no parallelism has a candidate for it", "use other axis sizes"
             raise last_error or problem(f"mesh {human_mesh(sizes)}", "train on it", reason, fix, code="does-not-fit")
-        fits = [layout for layout in found if layout.memory.peak_bytes <= self.limit_bytes]
-        smallest = min(found, key=lambda layout: layout.memory.peak_bytes)
+        fits = [layout for layout in candidates if layout.memory.peak_bytes <= self.limit_bytes]
+        smallest = min(candidates, key=lambda layout: layout.memory.peak_bytes)
         return min(fits, key=lambda layout: layout.time.step_s, default=smallest)
 
-    def estimate(self, layout: Layout) -> Found:
+    def estimate(self, layout: Layout) -> Candidate:
         """Return the estimates of a layout, whether it fits or not."""
         check_choice("plan", "a traced remat policy", self.workload.policies, remat=layout.remat)
         if not self.workload.runs_layers and (layout.remat, layout.batch_slices) != (None, 1):
@@ -469,7 +469,7 @@ class Search:
                 raise problem(f"mesh axis `{axis}`", requested, reason, fix, code="unused-axis")
         self.resolve(placed)
         estimate = memory.estimate(placed, layout)
-        return Found(layout=layout, memory=estimate, time=self.clock.estimate(placed, layout, estimate))
+        return Candidate(layout=layout, memory=estimate, time=self.clock.estimate(placed, layout, estimate))
 
     def resolve(self, placed: Placed) -> None:
         """Resolve all leaves as in training. Raises like `shardings`."""

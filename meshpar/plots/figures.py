@@ -41,7 +41,7 @@ from meshpar.sharding.units import human_bytes, prefix_of, si
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from meshpar.bench.found import Collectives
+    from meshpar.bench.results import Collectives
     from meshpar.inspect.memory import Memory
     from meshpar.inspect.report import Report
     from meshpar.inspect.timeline.simulator import Segment, Timeline
@@ -157,26 +157,26 @@ def _segment_title(timeline: Timeline, segment: Segment, length: str) -> str:
 
 
 def _idle(segment: Segment) -> list[tuple[float, float]]:
-    found, at = [], 0.0
+    gaps, busy_until_s = [], 0.0
     for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
-        found.append((at, op.start_s))
-        at = max(at, op.end_s)
-    found.append((at, segment.duration_s))
-    return [(start, end) for start, end in found if end - start > 1e-4 * segment.duration_s]
+        gaps.append((busy_until_s, op.start_s))
+        busy_until_s = max(busy_until_s, op.end_s)
+    gaps.append((busy_until_s, segment.duration_s))
+    return [(start, end) for start, end in gaps if end - start > 1e-4 * segment.duration_s]
 
 
 def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
     """Return (start, end, name) for each group of consecutive kernels of the same part of the model."""
-    found: list[tuple[float, float, str]] = []
+    groups: list[tuple[float, float, str]] = []
     for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
         name = op.module.removeprefix(segment.module).strip("/").split("/")[0]
         if not name or op.end_s - op.start_s < 0.01 * segment.duration_s:
             continue  # short kernels do not interrupt the part around them
-        if found and found[-1][2] == name:
-            found[-1] = (found[-1][0], op.end_s, name)
+        if groups and groups[-1][2] == name:
+            groups[-1] = (groups[-1][0], op.end_s, name)
         else:
-            found.append((op.start_s, op.end_s, name))
-    return found
+            groups.append((op.start_s, op.end_s, name))
+    return groups
 
 
 def _fits(text: str, inches: float) -> bool:
@@ -190,7 +190,8 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     Parts that are too small to see are left out.
     """
     sent = [
-        {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
+        {part: total.bytes_sent_per_device for part, total in flat(report.totals).items()}
+        for report in reports.values()
     ]
     longest = max((sum(parts.values()) for parts in sent), default=0.0)
     prefix, scale = prefix_of(longest, digits=15)
@@ -260,21 +261,21 @@ def memory(reports: Mapping[str, Memory]) -> Figure:
 
 
 @styled
-def collectives(found: Collectives) -> Figure:
+def collectives(results: Collectives) -> Figure:
     """Plot the time of collectives over size: measured (points with quartiles) and by the fitted model (dashed).
 
     Each collective and mesh axis has a panel. A vertical line marks the size at which the ring and recursive doubling
     take the same time in the model.
     """
-    cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
+    cases = list(dict.fromkeys((row.collective, row.axis) for row in results.rows))
     columns = min(2, len(cases))
     lines = -(-len(cases) // columns)
     figure, panels = figure_of(6.2 * columns, 4.2 * lines, columns=columns, rows=lines)
-    colors = axis_colors(dict.fromkeys(row.algorithm for row in found.rows))
+    colors = axis_colors(dict.fromkeys(row.algorithm for row in results.rows))
     for panel in panels[len(cases) :]:
         panel.set_axis_off()
     for (collective, axis), panel in zip(cases, panels, strict=False):
-        in_panel = [row for row in found.rows if (row.collective, row.axis) == (collective, axis)]
+        in_panel = [row for row in results.rows if (row.collective, row.axis) == (collective, axis)]
         for name in dict.fromkeys(row.algorithm for row in in_panel):
             rows = [row for row in in_panel if row.algorithm == name]
             sizes, times = [row.size_bytes for row in rows], np.array([row.time_s for row in rows])
@@ -285,7 +286,7 @@ def collectives(found: Collectives) -> Figure:
             model = [(row.size_bytes, row.predicted_s) for row in rows if row.predicted_s is not None]
             panel.plot(*_points(model), color=colors[name], lw=1, ls="--", alpha=0.7)
         smallest, largest = min(row.size_bytes for row in in_panel), max(row.size_bytes for row in in_panel)
-        crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
+        crossover = results.crossover_bytes(axis) if collective == "all_reduce" else None
         if crossover is not None and smallest / 10 <= crossover <= largest * 10:  # otherwise it is far outside the plot
             mark(panel, f"ring / recursive doubling\n{si(crossover, 'B', digits=3)}", crossover)
         panel.set(xscale="log", yscale="log", xlabel="size", ylabel="time")
@@ -293,23 +294,23 @@ def collectives(found: Collectives) -> Figure:
         si_ticks(panel.yaxis, "s", (1.0, 3.0))
         panel.set_title(f"{collective} over {axis}={in_panel[0].num_ranks}", fontsize=10)
         panel.legend(fontsize=8, ncols=2)
-    figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)")
+    figure.suptitle(f"{results.title}\nmeasured, and the fitted model (dashed)")
     return figure
 
 
 @styled
-def growth(found: Growth) -> Figure:
+def growth(growth_report: Growth) -> Figure:
     """Plot tokens per second and GPU over the number of GPUs, for a constant and a growing batch.
 
     Each kind of layout has a line, which is dashed where the layout is inefficient.
     """
-    scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
+    scalings = list(dict.fromkeys(size.scaling for size in growth_report.sizes))
     figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
-    colors = axis_colors(found.kinds)
+    colors = axis_colors(growth_report.kinds)
     for scaling, panel in zip(scalings, panels, strict=True):
-        for kind in found.kinds:
-            sizes, stops = found.of(scaling, kind), found.stops(scaling, kind)
-            curve = [(one.num_gpus, one.tokens_per_s) for one in sizes]
+        for kind in growth_report.kinds:
+            sizes, stops = growth_report.of(scaling, kind), growth_report.stops(scaling, kind)
+            curve = [(size.num_gpus, size.tokens_per_s) for size in sizes]
             pays = [point for point in curve if stops is None or point[0] <= stops]
             if curve:
                 panel.plot(*_points(curve), color=colors[kind], lw=1, ls="--", alpha=0.6)
@@ -317,10 +318,11 @@ def growth(found: Growth) -> Figure:
         batch = "the same batch" if scaling == "strong" else "the batch grows with the GPUs"
         panel.set(xscale="log", xlabel="GPUs", ylabel="tokens/s of one GPU", ylim=(0, None))
         panel.set_title(f"{scaling} scaling: {batch}", fontsize=10)
-        panel.set_xticks(ticks := sorted({one.num_gpus for one in found.sizes})[::2], [f"{num:,}" for num in ticks])
+        ticks = sorted({size.num_gpus for size in growth_report.sizes})[::2]
+        panel.set_xticks(ticks, [f"{num:,}" for num in ticks])
         panel.minorticks_off()
         panel.legend(fontsize=7)
-    figure.suptitle(f"{found.gpu}, dashed where a layout is inefficient")
+    figure.suptitle(f"{growth_report.gpu}, dashed where a layout is inefficient")
     return figure
 
 
@@ -332,7 +334,7 @@ def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.
 
     `f`, `b` and `w` are the durations of forward, input-gradient and weight-gradient ops, and `comm` of a message.
     """
-    return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
+    return schedule_times([(schedule, schedule.simulate(f=f, b=b, w=w, comm=comm).free) for schedule in schedules])
 
 
 @styled
@@ -340,15 +342,15 @@ def schedule_times(
     lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
     """Plot simulated or measured timelines of pipeline schedules, one below the other."""
-    heights = [one.stages for one, _ in lines]
+    heights = [schedule.stages for schedule, _ in lines]
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
     figure, panels = figure_of(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)
     longest = max(np.nanmax(line.end) for _, line in lines) * 1.01
     panels[-1].set(xlim=(0, longest), xlabel=f"time in {unit}" if unit else "time")
-    names = [one.name for one, _ in lines] if titles is None else titles
-    for panel, (one, line), name in zip(panels, lines, names, strict=True):
-        for tick, stage in np.argwhere(one.busy).tolist():
-            cell = one.cell(tick, stage)
+    names = [schedule.name for schedule, _ in lines] if titles is None else titles
+    for panel, (schedule, line), name in zip(panels, lines, names, strict=True):
+        for tick, stage in np.argwhere(schedule.busy).tolist():
+            cell = schedule.cell(tick, stage)
             height = 0.9 / len(cell)
             for row, op in enumerate(cell):
                 start, end = (times[tick, stage, op.number] for times in (line.start, line.end))
@@ -357,12 +359,12 @@ def schedule_times(
                 if (end - start) * 10.5 / longest > 0.07 * len(str(op.microbatch)):  # inches
                     size = 6.5 if len(cell) == 1 else 4.5
                     panel.text((start + end) / 2, middle, str(op.microbatch), ha="center", va="center", fontsize=size)
-        name_rows(panel, [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
+        name_rows(panel, [f"stage {stage}" for stage in range(schedule.stages)], fontsize=7)
         makespan = f"{line.makespan:.4g} {unit}".strip()
         bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"
         panel.set_title(f"{name}   makespan {makespan}, {bubbles}", fontsize=9)
     legend = {meaning: {"facecolor": OPS[kind][0]} for kind, meaning in OPS_MEAN.items()}
-    num_chunks = max(one.chunks for one, _ in lines)
+    num_chunks = max(schedule.chunks for schedule, _ in lines)
     if num_chunks > 1:
         chunks = "the second chunk" if num_chunks == 2 else "chunks 2, 4, …"
         legend |= {f"darker: {chunks} of a stage": {"facecolor": OPS["F"][1]}}

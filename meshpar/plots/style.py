@@ -77,16 +77,16 @@ def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
 
 
 def figure_of(
-    width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
+    width: float, height: float, *, columns: int = 1, rows: int = 1, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a new figure and its panels, row by row. `how` are further arguments of `Figure.subplots`.
+    """Return a new figure and its panels, row by row. `options` are further arguments of `Figure.subplots`.
 
     pyplot does not keep the figure.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
-    panels = figure.subplots(rows, columns, squeeze=False, **how).ravel().tolist()
+    panels = figure.subplots(rows, columns, squeeze=False, **options).ravel().tolist()
     for panel in panels:  # ticks are created when the figure is saved, with the style of that time
         panel.tick_params(colors=INK, length=3)
     return figure, panels
@@ -123,11 +123,11 @@ def legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]]) -> None
     figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
 
 
-def mark(axes: Axes, text: str, at: float) -> None:
+def mark(axes: Axes, text: str, x: float) -> None:
     """Draw a vertical line at a value of x, with a text."""
-    axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
+    axes.axvline(x, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
     axes.annotate(
-        text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+        text, (x, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
         fontsize=8, va="bottom",
     )  # fmt: skip
 

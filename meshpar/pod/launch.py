@@ -197,11 +197,11 @@ def _keep_stdout() -> None:
         if sys.stdout.fileno() != 1:
             return
         sys.stdout.flush()
-        own = os.dup(1)
+        copy = os.dup(1)
         os.dup2(2, 1)
     except (OSError, ValueError):  # closed or not a file
         return
-    sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    sys.stdout = open(copy, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
 def _value(env: Env, *names: str) -> str:

@@ -59,8 +59,8 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
         with tempfile.TemporaryFile(buffering=0) as failure_file:
             # Each process has its own session, so that only this process receives Ctrl-C, and passes it on once.
             options: dict[str, Any] = {"start_new_session": True, "pass_fds": [failure_file.fileno()]}
-            own = {FAILURE_FILE: str(failure_file.fileno())}
-            started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
+            failure_env = {FAILURE_FILE: str(failure_file.fileno())}
+            started = [subprocess.Popen([*COMMAND, *args], env={**env, **failure_env}, **options) for env in envs]
             try:
                 code = _wait(started, watch, RESTART_GRACE_S if restarts else GRACE_S, failure_file)
             finally:
@@ -105,7 +105,7 @@ def follow_parent() -> None:
                 if watch is None:
                     os._exit(watchdog.EXIT_CODE)
                 if code < 0:
-                    watch.without(process, how=f"was killed ({signal.Signals(-code).name})")
+                    watch.without(process, cause=f"was killed ({signal.Signals(-code).name})")
             time.sleep(_FOLLOW_S)
         os._exit(128 + signal.SIGHUP)
 
@@ -140,8 +140,8 @@ def _first_failed(started: Sequence[subprocess.Popen[bytes]], failure_file: IO[b
     """Return the exit code of a failed process, or None. Print the failure, and write it to the file `failure_file`."""
     for number, process in enumerate(started):
         if code := process.poll():
-            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            print(f"meshpar: process {number} of {len(started)} ended with {how}", file=sys.stderr, flush=True)
+            cause = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            print(f"meshpar: process {number} of {len(started)} ended with {cause}", file=sys.stderr, flush=True)
             failure_file.write(json.dumps([number, code]).encode())
             return code
     return None

@@ -29,9 +29,9 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
 
     All processes raise an error if versions, flags or options differ between them.
     """
-    here = this_pod()
-    watch = watchdog.watch(here, stall_s=stall_s)
-    if here is None or watch is None:
+    this = this_pod()
+    watch = watchdog.watch(this, stall_s=stall_s)
+    if this is None or watch is None:
         yield
         return
     if (signals := interrupts.current()) is not None:
@@ -46,14 +46,14 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     watchdog.write_failure_callbacks.append(failed)
     try:
         facts = {**environment(os.environ), "command": dict(command)}
-        here.agree("environment", facts, fix="use the same versions, variables and options on all hosts")
+        this.agree("environment", facts, fix="use the same versions, variables and options on all hosts")
         try:
             yield
         except SystemExit as interrupted:
             code = int(interrupted.code or 0)
         if signals is not None and signals.received is not None:  # a signal during the final report
             code = 128 + signals.received
-        code = here.max(here.new_key("end"), code)  # all processes return the same exit code
+        code = this.max(this.new_key("end"), code)  # all processes return the same exit code
     except Exception as error:
         _end(watch, error)
     watch.done(code)
@@ -72,7 +72,7 @@ def environment(env: Mapping[str, str]) -> dict[str, Any]:
         name: value
         for name, value in sorted(env.items())
         if name.startswith(("JAX_", "NCCL_", "LIBTPU_INIT_ARGS", "MESHPAR_CLUSTER"))
-        and not any(own in name for own in _OWN)
+        and not any(word in name for word in _OWN)
         and name not in _OF_A_HOST
     }
     return {
@@ -96,14 +96,14 @@ def _end(watch: watchdog.Watchdog, error: Exception) -> None:
 
     If communication failed, another process may be lost. The watchdog then reports that process first.
     """
-    own = watchdog.is_own(error)
-    if own:
+    is_own = watchdog.is_own(error)
+    if is_own:
         _say(watch, error)
     watch.failed(error)
     watch.wait_to_leave()
-    if not own:
+    if not is_own:
         _say(watch, error)
-    is_mistake = own and (isinstance(error, MeshparError) or user_line(error))
+    is_mistake = is_own and (isinstance(error, MeshparError) or user_line(error))
     os._exit(watchdog.MISTAKE_CODE if is_mistake else watchdog.EXIT_CODE)
 
 

@@ -310,13 +310,13 @@ class Watchdog:
         name = f"process 0 of {self._pod.num_processes}, the coordinator at {self._pod.coordinator},"
         self._end(f"{name} is gone: it died or was killed")
 
-    def without(self, number: int, *, how: str) -> None:
-        """End this process because process `number` is gone. `how` completes the message: "was killed (SIGKILL)"."""
+    def without(self, number: int, *, cause: str) -> None:
+        """End this process because process `number` is gone. `cause` completes the message: "was killed (SIGKILL)"."""
         if number == 0:
             self._end_without_coordinator()
         else:
             self._num_gone = 1
-            self._end(f"process {number} of {self._pod.num_processes} {how}")
+            self._end(f"process {number} of {self._pod.num_processes} {cause}")
 
     def _end(self, verdict: str) -> None:
         if not self._leaving.acquire(blocking=False):

@@ -86,15 +86,15 @@ class RunFolder:
         files, root = remote.filesystem(self.url, self._where), self.url.partition("://")[2]
         with remote.accessing(self.url, self._where, "read it"), contextlib.suppress(FileNotFoundError):
             names = [name for name in files.ls(root, detail=False) if Path(name).name not in _NOT_READ]
-            found = [path for name in names for path in files.find(name)]
-            targets = [self.local / path.removeprefix(f"{root}/") for path in found]
+            paths = [path for name in names for path in files.find(name)]
+            targets = [self.local / path.removeprefix(f"{root}/") for path in paths]
             for target in targets:
                 if not target.resolve().is_relative_to(self.local.resolve()):
                     reason, fix = "its name leads out of the folder", "remove the object"
                     raise problem(self._where, f"copy {target.name}", reason, fix, code="bad-syntax")
                 target.parent.mkdir(parents=True, exist_ok=True)
-            if found:
-                files.get(found, list(map(str, targets)))
+            if paths:
+                files.get(paths, list(map(str, targets)))
         self._uploaded = self._states()
 
     def upload(self) -> None:

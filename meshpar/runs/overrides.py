@@ -126,7 +126,7 @@ def read(text: str, hint: Any, path: tuple[str, ...], *, current: Any = None) ->
         field, reason = ".".join(path), f"it must be {inspect.formatannotation(hint)}"
         fix = str(error) or "write a value of this type"
         if dataclasses.is_dataclass(current) and not isinstance(current, Strategy):
-            names = ", ".join(f"`{field}.{one.name}`" for one in dataclasses.fields(current)[:8] if one.init)
+            names = ", ".join(f"`{field}.{subfield.name}`" for subfield in dataclasses.fields(current)[:8] if subfield.init)
             fix = f"set its fields ({names}, …), or write `{path[-1]}=...` in the recipe file"
         raise problem(f"`{field}`", f"set it to `{text}`", reason, fix, code="wrong-type") from None
 

@@ -61,7 +61,7 @@ def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[No
         else:  # the last line of a recipe, else the line that raised the exception
             frames = traceback.walk_tb(error.__traceback__)
             lines = [(os.path.realpath(frame.f_code.co_filename), line) for frame, line in frames]
-            file, line = next((at for at in reversed(lines) if at[0] in names), lines[-1])
+            file, line = next((line_of_file for line_of_file in reversed(lines) if line_of_file[0] in names), lines[-1])
         message = next(iter(str(error).strip().split("\n")), "") or "no message"
         reason = f"it raised {type(error).__name__} ({message[:300]}) at {os.path.basename(file)}:{line}"
         where, fix = f"recipe `{names.get(file, recipes[0])[:200]}`", "correct that line; --traceback shows the calls"

@@ -142,11 +142,11 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
 
 
 def continued(
-    state: TrainState, config: Any, batch: Any, *, num_tokens: int, seed: int, model: Any = None, **how: Any
+    state: TrainState, config: Any, batch: Any, *, num_tokens: int, seed: int, model: Any = None, **options: Any
 ) -> list[list[int]]:
     """Sample continuations of prompts that have the same length. Return token ids, [prompt, position].
 
-    `model` is by default the model of the state, and `how` are further arguments of `meshpar.models.sampling.generate`.
+    `model` is by default the model of the state, and `options` are further arguments of `meshpar.models.sampling.generate`.
     """
     from meshpar.models.sampling import generate
 
@@ -155,7 +155,7 @@ def continued(
     def run(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with use_rules(setup.mesh, setup.strategy):
             bound = (model or setup.model).bind(params, extra)
-            return generate(bound, prompt, config=config, num_tokens=num_tokens, key=key, **how)
+            return generate(bound, prompt, config=config, num_tokens=num_tokens, key=key, **options)
 
     tokens = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
     return np.asarray(tokens).tolist()

@@ -78,8 +78,8 @@ def with_schedule(recipe: Recipe, folder: RunFolder, screen: Screen) -> Recipe:
     if saved is None or not isinstance(optimizer, AdamW | Optax) or optimizer.schedule_steps is not None:
         return recipe
     saved_optimizer = saved.get("optimizer")
-    kept = saved_optimizer.get("schedule_steps") if isinstance(saved_optimizer, dict) else None
-    steps = saved.get("steps") if kept is None else kept
+    saved_steps = saved_optimizer.get("schedule_steps") if isinstance(saved_optimizer, dict) else None
+    steps = saved.get("steps") if saved_steps is None else saved_steps
     if steps is None or not is_int(steps, 1) or steps == recipe.steps:
         return recipe
     # The rates of the warm-up do not depend on the steps.
@@ -194,7 +194,7 @@ def changes(
 
 def defaults_of(recipe: Recipe) -> dict[str, Any]:
     """Return the default value of each field of a recipe and its configs, by dotted path."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
 
     def collect(config: Any, prefix: str) -> None:
         for field in dataclasses.fields(config):
@@ -202,10 +202,10 @@ def defaults_of(recipe: Recipe) -> dict[str, Any]:
             if dataclasses.is_dataclass(value) and not isinstance(value, type | MeshSpec | Strategy):
                 collect(value, f"{path}.")
             elif field.default is not dataclasses.MISSING and field.repr:
-                found.update(_flat({path: to_plain(field.default)}))
+                defaults.update(_flat({path: to_plain(field.default)}))
 
     collect(recipe, "")
-    return found
+    return defaults
 
 
 def breaks_resuming(path: str) -> bool:

@@ -39,9 +39,9 @@ def eval_params(state: TrainState) -> TrainState:
 
     def evaluated(opt_state: PyTree, params: PyTree) -> PyTree:
         iterates = {
-            path: (z, found.b1)
-            for _, found in schedule_free_of(setup.for_update((), opt_state)[1])
-            for path, z in tree_leaves_with_paths(found.z)
+            path: (z, schedule_free.b1)
+            for _, schedule_free in schedule_free_of(setup.for_update((), opt_state)[1])
+            for path, z in tree_leaves_with_paths(schedule_free.z)
         }
 
         def iterate(key_path: Any, x: jax.Array) -> jax.Array:

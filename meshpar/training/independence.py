@@ -77,9 +77,9 @@ def traced_alone(
 
 
 class _MarkedLayers(LayerRunner):
-    def run(self, at: str, layer: Any, x: Any, inputs: Any) -> Any:
+    def run(self, stack_path: str, layer: Any, x: Any, inputs: Any) -> Any:
         with jax.named_scope(LAYERS):
-            return super().run(at, layer, x, inputs)
+            return super().run(stack_path, layer, x, inputs)
 
 
 def arrays_of(terms: LossTerms) -> tuple[jax.Array, ...]:
@@ -190,8 +190,8 @@ def _check_not_a_mean(
     loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divisor: float, divided: str
 ) -> None:
     """Check that the total was not divided by the number of examples, which a second trace shows."""
-    rules, given = state.setup.strategy.activations, as_given(jax.tree.map(shape_of, batch))
-    sizes = {x.shape[0] for x in jax.tree.leaves(given) if x.shape}
+    rules, structs = state.setup.strategy.activations, as_given(jax.tree.map(shape_of, batch))
+    sizes = {x.shape[0] for x in jax.tree.leaves(structs) if x.shape}
     if not any(divisor % size == 0 for size in sizes if size > 1):
         return
 
@@ -199,7 +199,7 @@ def _check_not_a_mean(
         is_kept = not x.shape or rules.input_rule(path_str(path)) is replicated
         return x if is_kept else jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
 
-    doubled = examined(loss_fn, options, state, jax.tree_util.tree_map_with_path(double, given))
+    doubled = examined(loss_fn, options, state, jax.tree_util.tree_map_with_path(double, structs))
     reason = f"the total is divided by {divisor:g}, which grows with the number of examples"
     fix = "return the sum as the total: mp.MeanLoss(losses.sum(), losses.size)"
     case = doubled.divisor == 2 * divisor, reason, fix
@@ -208,12 +208,12 @@ def _check_not_a_mean(
 
 def _check_variables(jaxpr: core.Jaxpr, state: TrainState, batch: PyTree, divided: str) -> None:
     """Check that the loss reads no variable that an earlier micro-step has updated from its examples."""
-    given, rules = as_given(jax.tree.map(shape_of, batch)), state.setup.strategy.activations
+    structs, rules = as_given(jax.tree.map(shape_of, batch)), state.setup.strategy.activations
     variables = jax.tree_util.tree_flatten_with_path(state.extra)[0]
     before = len(jax.tree.leaves(state.params))
     is_example = [
         bool(x.shape) and rules.input_rule(path_str(path)) is not replicated
-        for path, x in jax.tree_util.tree_flatten_with_path(given)[0]
+        for path, x in jax.tree_util.tree_flatten_with_path(structs)[0]
     ]
     num_arrays = len(jaxpr.outvars) - len(variables)
 

@@ -389,16 +389,16 @@ def optimizer_decisions(
 
 def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: MeshLike) -> Decision:
     leaf = leaf_of(f"opt_state/{path}", x)
-    kept = None if owner is None else _kept_dims(leaf.shape, owner.leaf.shape)
-    if owner is None or kept is None:
+    dims = None if owner is None else _kept_dims(leaf.shape, owner.leaf.shape)
+    if owner is None or dims is None:
         rule = "belongs to no parameter" if owner is None else f"shape differs from `{owner.path}`"
         return Decision(leaf=leaf, rule=rule, spec=PartitionSpec(), shards=1, replicated_on_purpose=False)
     names = owner.leaf.names
-    entries = [None if dim is None or dim >= len(owner.spec) else owner.spec[dim] for dim in kept]
+    entries = [None if dim is None or dim >= len(owner.spec) else owner.spec[dim] for dim in dims]
     # Factored moments (Adafactor) have some of the parameter's dims, the history of L-BFGS has an additional dim.
     return dataclasses.replace(
         owner,
-        leaf=dataclasses.replace(leaf, names=names and tuple(None if dim is None else names[dim] for dim in kept)),
+        leaf=dataclasses.replace(leaf, names=names and tuple(None if dim is None else names[dim] for dim in dims)),
         spec=PartitionSpec(*entries),
         shards=num_shards(PartitionSpec(*entries), mesh),
     )
@@ -412,9 +412,9 @@ def _kept_dims(shape: tuple[int, ...], param: tuple[int, ...]) -> tuple[int | No
     num_new = len(shape) - len(param)
     if num_new > 0 and shape[num_new:] == param:
         return (*[None] * num_new, *range(len(param)))
-    for kept in itertools.combinations(range(len(param)), len(shape)):
-        if tuple(param[dim] for dim in kept) == shape:
-            return kept
+    for dims in itertools.combinations(range(len(param)), len(shape)):
+        if tuple(param[dim] for dim in dims) == shape:
+            return dims
     return None
 
 

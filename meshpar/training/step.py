@@ -199,7 +199,7 @@ class TrainStep(_Program):
             jaxpr = program.trace(state, batch).jaxpr.jaxpr  # jit reuses this trace for the call
             wide = high_precision_ops(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
             if wide is not None:
-                warnings.warn(f"{wide.what}. To change it, {wide.fix}.", stacklevel=3)
+                warnings.warn(f"{wide.message}. To change it, {wide.fix}.", stacklevel=3)
         earlier = self._earlier.setdefault(state.setup, EarlierSteps(raises=self.options.nonfinite == "raise"))
         new, metrics = program(state, batch)
         earlier.add(state.step, new.step, metrics)

@@ -11,8 +11,8 @@ import pytest
 
 from meshpar import bench, plots
 from meshpar.bench import collective_timing as kernels
-from meshpar.bench.found import XLA, CollectiveRow, Collectives
 from meshpar.bench.link_fit import Fit
+from meshpar.bench.results import XLA, CollectiveRow, Collectives
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, parse_cluster, parse_profile
 from tests.errors import raises

@@ -47,7 +47,7 @@ def test_findings_are_empty_without_problems() -> None:
 )
 def test_findings_report_problems_with_a_fix(changed: dict, message: str) -> None:
     (finding,) = doctor.findings(dataclasses.replace(HEALTHY, **changed))
-    assert message in finding.what
+    assert message in finding.problem
     assert finding.fix
 
 

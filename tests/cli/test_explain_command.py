@@ -169,7 +169,7 @@ def test_against_as_json(explain, recipe):
     found = json.loads(out)["against"]
     assert found["labels"] == ["fsdp=8", "data=2,fsdp=4"]
     assert found["report"]["mesh"]["data"] == 2
-    (state,) = (row for row in found["differences"] if row["what"].strip() == "state")
+    (state,) = (row for row in found["differences"] if row["quantity"].strip() == "state")
     assert state["difference"] == state["second"] - state["first"] > 0
 
 

@@ -28,7 +28,7 @@ def split(documents, fraction):
         sets = [[], []]
         for document, is_held_out in document_split(iter(documents)):
             sets[is_held_out].append(document)
-    return *sets, document_split.how
+    return *sets, document_split.held_out
 
 
 def held_out(documents, fraction):

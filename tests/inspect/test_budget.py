@@ -145,7 +145,7 @@ def test_comparison_of_two_reports(report, planted):
     plant = planted.plant(strategy=mp.zero1()).on_cpu
     other = mp.explain(plant.step, plant.state, plant.batch)
     comparison = Comparison(first=report, second=other, labels=("fsdp()", "zero1()"))
-    rows = {row.what.strip(): row for row in comparison.rows}
+    rows = {row.quantity.strip(): row for row in comparison.rows}
     assert rows["state"].difference == other.memory.state_bytes - report.memory.state_bytes > 0
     assert rows["strategy"].difference is None
     for kind in ("all-gather over fsdp", "all-reduce over fsdp"):

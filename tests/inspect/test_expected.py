@@ -480,8 +480,8 @@ def test_unexpected_dtype_of_a_reduction_is_a_finding(pod):
     (line,) = found.matching.matched
     assert (line.dtype, line.actual_dtypes) == ("f32", ("bf16",))
     (finding,) = [one for one in found.findings if one.rule == "other-dtype"]
-    assert "bf16" in finding.what
-    assert "f32" in finding.what
+    assert "bf16" in finding.message
+    assert "f32" in finding.message
     assert "dot_general" in finding.fix
 
 

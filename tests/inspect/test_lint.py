@@ -53,7 +53,7 @@ def test_mistake_gives_one_finding_at_its_place(compiled, planted, name):
     assert [(one.rule, one.module) for one in found] == ([(plant.rule, plant.module)] if plant.rule else [])
     for finding in found:
         assert finding.nbytes > 0
-        assert finding.what
+        assert finding.message
         assert finding.fix
         if finding.rule in ("replicated", "idle-axis"):  # not caused by a line of the program
             assert finding.source == ""
@@ -75,7 +75,7 @@ def test_slow_axis_reports_the_measured_bandwidth(compiled):
     cluster = dataclasses.replace(parse_cluster(plant.cluster), axes={"tensor": link})
     collectives = census.census(program.module, plant.mesh)
     (finding,) = lint(program, collectives, plant.state.setup, plant.execution, cluster)
-    assert "at 1.5 GB/s instead of 450 GB/s" in finding.what
+    assert "at 1.5 GB/s instead of 450 GB/s" in finding.message
 
 
 @pytest.mark.parametrize(("name", "axis", "module"), [
@@ -93,13 +93,13 @@ def test_small_messages_are_one_finding_per_axis(compiled, name, axis, module):
         return [one for one in found if one.rule == "small-messages"], times
 
     found, times = small_messages(cluster)
-    (finding,) = (one for one in found if f"messages over {axis} adds" in one.what)
+    (finding,) = (one for one in found if f"messages over {axis} adds" in one.message)
     assert module in finding.module
     assert f"use fewer shards over {axis}" in finding.fix
     assert ("batch_slices=2" in finding.fix) == (axis == "tensor")
     lost_s = sum(one.lost_s for one in times.collectives if one.collective.axes_label == axis)
-    assert f"({lost_s / times.step_s:.0%})" in finding.what
-    assert len({one.what for one in found}) == len(found) <= len(times.network_s)
+    assert f"({lost_s / times.step_s:.0%})" in finding.message
+    assert len({one.message for one in found}) == len(found) <= len(times.network_s)
     # With negligible latency, or if the rest of the step takes much longer, nothing is reported.
     assert small_messages(dataclasses.replace(cluster, axes={"*": Link(alpha_s=1e-9, bytes_per_s=1e11)}))[0] == []
     assert small_messages(cluster, slower=20.0)[0] == []

@@ -128,7 +128,7 @@ def test_offloaded_state_is_not_on_the_device():
     state, batch = toy(tx=mp.optim.offload_state(optax.adam(1e-3)))
     found = memory(Sizes().program(), state.setup, batch, None)
     assert (found.optimizer_bytes, found.host_bytes) == (4, 2 * 64 * 32 * 4)
-    assert [(one.what, one.nbytes) for one in found.largest] == [("parameters", 64 * 32 * 4), ("optimizer state", 4)]
+    assert [(one.kind, one.nbytes) for one in found.largest] == [("parameters", 64 * 32 * 4), ("optimizer state", 4)]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_gradient_bytes(strategy, options, expected, frozen):
 def test_largest_contributors_have_their_modules(compiled, target):
     _, _, found = account(compiled, "fsdp_tensor", target)
     assert list(found.largest) == sorted(found.largest, key=lambda one: -one.nbytes)
-    state = {(one.what, one.module): one for one in found.largest}
+    state = {(one.kind, one.module): one for one in found.largest}
     up = state["parameters", "layers/mlp/up"]
     assert (up.nbytes, up.shape, up.count) == (4 * 256 * 768 * 4 // 8, "f32[4,64,384]", 1)
     moments = state["optimizer state", "layers/mlp/up"]
     assert (moments.nbytes, moments.count) == (2 * up.nbytes, 2)
-    temporaries = [one for one in found.largest if one.what == "temporary"]
+    temporaries = [one for one in found.largest if one.kind == "temporary"]
     assert all(one.nbytes > 0 and one.shape for one in temporaries)
     # Activations saved by the forward loop are attributed to their layers.
     assert any(one.module.startswith("gradients/layers") and ".py:" in one.source for one in temporaries)

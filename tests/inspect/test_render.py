@@ -55,10 +55,10 @@ def nasty(reports):
         matched=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in base.matching.matched),
         unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in base.matching.unexpected),
     )
-    largest = Contributor(module=NASTY, nbytes=5, what=NASTY, shape=NASTY, source=NASTY, count=2)
+    largest = Contributor(module=NASTY, nbytes=5, kind=NASTY, shape=NASTY, source=NASTY, count=2)
     remedy = Remedy(change=NASTY, peak_bytes=None, fits=False, reason=NASTY)
     memory = dataclasses.replace(base.memory, largest=(largest,), remedies=(remedy,), note=NASTY)
-    finding = Finding(rule=NASTY, module=NASTY, source=NASTY, what=NASTY, fix=NASTY, nbytes=3)
+    finding = Finding(rule=NASTY, module=NASTY, source=NASTY, message=NASTY, fix=NASTY, nbytes=3)
     return dataclasses.replace(
         base, strategy=NASTY, target=NASTY, collectives=tuple(sent), matching=matching, memory=memory,
         findings=(finding,), notes=(NASTY,),
@@ -141,9 +141,9 @@ def test_headline_has_a_range_and_no_time_outside_it(report, step_s, says):
 def test_headline_repeats_findings_that_invalidate_it(report):
     wide = Finding(
         rule="wide-compute", module="", source="model.py:3", nbytes=0, fix="give the embedding a dtype",
-        what="100% of the matmul FLOPs are in float32",
+        message="100% of the matmul FLOPs are in float32",
     )  # fmt: skip
-    other = dataclasses.replace(wide, rule="slow-axis", what="a slow axis")
+    other = dataclasses.replace(wide, rule="slow-axis", message="a slow axis")
     *_, speed, finding = render.headline(timed(report, 0.0388, 0.0382, 0.0578, findings=(other, wide)))
     assert speed.style == "warn"
     assert finding.style == "bad"

@@ -69,7 +69,7 @@ def test_gpu_trace_times_per_device_and_step(tmp_path):
     assert (gather.name, gather.kind, gather.count) == ("all-gather-start.2", "all-gather", 1)
     assert gather.measured_s == pytest.approx(30e-6)
     assert gather.exposed_s == pytest.approx(10e-6)
-    assert [(one.what, round(one.time_s * 1e6, 3)) for one in found.costs] == [
+    assert [(one.name, round(one.time_s * 1e6, 3)) for one in found.costs] == [
         ("fusion.3", 40.0), ("idle", 22.5), ("dot.1", 20.0),
     ]  # fmt: skip
     assert found.host == {"data": pytest.approx(1e-6)}

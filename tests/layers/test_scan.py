@@ -46,7 +46,7 @@ def test_scan_layers_gathers_the_parameters_of_each_layer(remat):
             return jax.tree.map(lambda x: 10 * x, shards)
 
     def run(params):
-        return mp.scan_layers(lambda x, p, bias: x * p["w"] + bias, 1.0, params, extra=BIAS, at="decoder/layers")
+        return mp.scan_layers(lambda x, p, bias: x * p["w"] + bias, 1.0, params, extra=BIAS, path="decoder/layers")
 
     with numerics(mp.Precision(), remat), running(Gathering()):
         value, grads = jax.value_and_grad(run)(PARAMS)

@@ -36,7 +36,7 @@ def check_load(actual, tokens):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_measure_matches_numpy(num_ranks):
     experts, scores, kept = case()
-    loads = measure(experts, scores, num_ranks=num_ranks, kept=kept)
+    loads = measure(experts, scores, num_ranks=num_ranks, is_kept=kept)
     tokens = [int((experts == expert).sum()) for expert in range(8)]
     check_load(loads.experts, tokens)
     each = 8 // num_ranks
@@ -56,7 +56,7 @@ def test_entropy_of_equal_and_of_certain_scores():
 def test_unassigned_elements_are_not_counted(unassigned):
     experts = np.array([[0, unassigned], [unassigned, 1], [0, unassigned], [unassigned, unassigned]], np.int32)
     kept = experts != unassigned
-    loads = measure(experts, np.ones((4, 2), np.float32), kept=kept)
+    loads = measure(experts, np.ones((4, 2), np.float32), is_kept=kept)
     assert loads.experts.tokens.tolist() == [2, 1]
     assert loads.drop_rate == 0
 
@@ -66,9 +66,9 @@ def test_measure_over_ranks_matches_the_global_batch(mesh8):
     spec = P("fsdp")
     kernel = functools.partial(moe.measure, num_ranks=4, axis="fsdp")
     sharded = jax.shard_map(
-        lambda experts, scores, kept: kernel(experts, scores, kept=kept), mesh=mesh8, in_specs=spec, out_specs=P()
+        lambda experts, scores, kept: kernel(experts, scores, is_kept=kept), mesh=mesh8, in_specs=spec, out_specs=P()
     )
-    actual, expected = jax.jit(sharded)(experts, scores, kept), measure(experts, scores, num_ranks=4, kept=kept)
+    actual, expected = jax.jit(sharded)(experts, scores, kept), measure(experts, scores, num_ranks=4, is_kept=kept)
     for x, exact in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(x, exact, rtol=1e-6)
 
@@ -108,7 +108,7 @@ def test_scalars_are_of_the_worst_layer():
 
 def test_loads_from_metrics_match_measure():
     experts, scores, kept = case()
-    measured = jax.tree.map(lambda x: np.stack([x, x]), measure(experts, scores, num_ranks=4, kept=kept))
+    measured = jax.tree.map(lambda x: np.stack([x, x]), measure(experts, scores, num_ranks=4, is_kept=kept))
     metrics = {
         "moe/load": measured.experts.tokens,
         "moe/rank_load": measured.ranks.tokens,

@@ -32,7 +32,7 @@ GRID = [
 ]
 
 compiled = jax.jit(moe.route, static_argnames="routing")
-find_kept = jax.jit(moe.kept, static_argnames="num_experts")
+find_kept = jax.jit(moe.assign_slots, static_argnames="num_experts")
 
 
 def logits_of(tokens, routing, seed=0, scale=2.0):
@@ -350,5 +350,7 @@ def test_capacity(tokens, factor, expected):
 def test_kept_has_no_temporary_of_assignments_times_experts():
     tokens, num_experts, top_k = 2048, 256, 8
     experts = jax.ShapeDtypeStruct((tokens, top_k), "int32")
-    compiled = jax.jit(functools.partial(moe.kept, capacity=64, num_experts=num_experts)).lower(experts).compile()
+    compiled = (
+        jax.jit(functools.partial(moe.assign_slots, capacity=64, num_experts=num_experts)).lower(experts).compile()
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 4 * tokens * top_k

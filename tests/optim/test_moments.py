@@ -355,7 +355,7 @@ def test_memory_report_counts_host_memory(plain):
     report = memory(program, state.setup, BATCH, None)
     assert report.host_bytes == plain[0].table.totals.optimizer_bytes - 4
     assert report.optimizer_bytes == 4
-    assert not [array for array in report.largest if array.what == "optimizer state" and array.nbytes > 4]
+    assert not [array for array in report.largest if array.kind == "optimizer state" and array.nbytes > 4]
 
 
 def test_recipe_with_bfloat16_moments_on_the_host():

@@ -183,7 +183,7 @@ def test_rebalancing_has_predicted_gain_and_equal_outputs(kind, num_ranks, gain,
     assert int(per_rank.max()) == int(max(placed.after)) < max(placed.before)
     assert done.state["norm"]["scale"] is params["norm"]["scale"]
     if capacity is not None:
-        assert not moe.kept(experts, capacity, NUM_EXPERTS)[1].all()
+        assert not moe.assign_slots(experts, capacity, NUM_EXPERTS)[1].all()
 
 
 def test_rebalancing_requires_the_router():

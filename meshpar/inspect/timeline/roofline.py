@@ -46,16 +46,16 @@ class Roofline:
 
     def __init__(self, module: Module, rates: Rates, launch_s: float = 0.0) -> None:
         self._module, self._rates, self._launch_s = module, rates, launch_s
-        self._matmuls = {(one.computation.name, one.ins.name): one for one in work.matmuls(module)}
+        self._matmuls = {(matmul.computation.name, matmul.ins.name): matmul for matmul in work.matmuls(module)}
         self._reads: dict[tuple[str, int], int] = {}
 
     @property
     def main_peak_flops_per_s(self) -> float:
         """Peak FLOP/s for the dtype with most matmul FLOPs in the program. For 8-bit dtypes it is the bfloat16 peak."""
         flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
-        for one in work.matmuls(self._module):
-            peak = self._rates.peak_flops_per_s(max(_widest(one.computation, one.ins), 16))
-            flops[peak] = flops.get(peak, 0) + one.flops_per_step
+        for matmul in work.matmuls(self._module):
+            peak = self._rates.peak_flops_per_s(max(_widest(matmul.computation, matmul.ins), 16))
+            flops[peak] = flops.get(peak, 0) + matmul.flops_per_step
         return max(flops, key=lambda peak: flops[peak])
 
     def kernel(self, computation: Computation, ins: Instruction) -> Kernel | None:
@@ -88,8 +88,8 @@ class Roofline:
             yield product.flops, product.flops / rate
         for callee in runs(ins) if hops else ():
             inner = self._module.computations[callee]
-            for one in inner:
-                yield from self._products(inner, one, hops - 1)
+            for inner_ins in inner:
+                yield from self._products(inner, inner_ins, hops - 1)
 
     # Bytes
 

@@ -196,7 +196,7 @@ def timeline(
         memory_s=block.spent_s["memory"],
         network_s=dict(block.network_s),
         hidden_s={label: block.hidden_s[label] for label in block.network_s},
-        collectives=tuple(simulation.timed(one) for one in collectives),
+        collectives=tuple(simulation.timed(collective) for collective in collectives),
         segments=(_segment(block), *simulation.loops),
         launch_s=block.spent_s["launches"],
         bubble_s=block.spent_s["bubble"],
@@ -279,7 +279,7 @@ class _Simulation:
         # Branches of the conditionals in the simulated tick; other conditionals take the longest branch.
         self._choice: dict[str, int] = {}
         self.roofline = Roofline(module, rates, cluster.launch_s)
-        self._collectives = {(one.computation, one.name): one for one in collectives}
+        self._collectives = {(c.computation, c.name): c for c in collectives}
         self._blocks: dict[str, _ComputationRun] = {}
         self._flights: dict[tuple[str, str], _Flight] = {}
         self._layouts: dict[Groups, set[tuple[int, int]]] = {}
@@ -348,17 +348,17 @@ class _Simulation:
         elif hops and (ins.opcode.endswith("-start") or hops < MAX_HOPS):
             for callee in runs(ins):
                 inner = self._module.computations[callee]
-                for one in inner:
-                    yield from self._communicates(inner, one, hops - 1)
+                for inner_ins in inner:
+                    yield from self._communicates(inner, inner_ins, hops - 1)
 
     def _issue(self, block: _ComputationRun, ins: Instruction, collectives: Iterable[Collective]) -> None:
         flights = []
-        for one in collectives:
-            links = self._links(one)
+        for collective in collectives:
+            links = self._links(collective)
             start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))
-            end_s = start_s + self._time_s(one)
+            end_s = start_s + self._time_s(collective)
             block.free_s |= dict.fromkeys(links, end_s)
-            flights.append(_Flight(one, start_s, end_s))
+            flights.append(_Flight(collective, start_s, end_s))
         block.flights += flights
         if any(flight.collective.is_async for flight in flights):
             block.pending[ins.name] = flights
@@ -368,13 +368,13 @@ class _Simulation:
     def _settle(self, block: _ComputationRun) -> None:
         """Compute the hidden time of each collective, after all waits of the computation are recorded."""
         for flight in block.flights:
-            one, time_s = flight.collective, flight.end_s - flight.start_s
+            c, time_s = flight.collective, flight.end_s - flight.start_s
             waited_s = sum(max(0.0, min(end, flight.end_s) - max(start, flight.start_s)) for start, end in block.waits)
             flight.hidden_s = min(max(time_s - waited_s, 0.0), time_s)
-            self._flights[one.computation, one.name] = flight
-            block.network_s[one.axes_label] += time_s
-            block.hidden_s[one.axes_label] += flight.hidden_s
-            op = Op(one.name, "communication", flight.start_s, flight.end_s, one.kind, one.axes_label, one.module)
+            self._flights[c.computation, c.name] = flight
+            block.network_s[c.axes_label] += time_s
+            block.hidden_s[c.axes_label] += flight.hidden_s
+            op = Op(c.name, "communication", flight.start_s, flight.end_s, c.kind, c.axes_label, c.module)
             block.ops.append(op)
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))
 
@@ -433,20 +433,21 @@ class _Simulation:
             block.works(inner.cover)
         return start_s
 
-    def _time_s(self, one: Collective, *, with_latency: bool = True) -> float:
+    def _time_s(self, collective: Collective, *, with_latency: bool = True) -> float:
         """Return the duration of a collective in its slowest device group."""
         links = (
-            collective_link(one.kind, self._cluster, num_nodes=nodes, per_node=per_node, axes=one.axes)
-            for nodes, per_node in self._layout(one.groups)
+            collective_link(collective.kind, self._cluster, num_nodes=nodes, per_node=per_node, axes=collective.axes)
+            for nodes, per_node in self._layout(collective.groups)
         )
         links = (link if with_latency else dataclasses.replace(link, alpha_s=0.0) for link in links)
-        return max(collective_time_s(one.kind, one.payload_bytes, one.group_size, link) for link in links)
+        kind, nbytes, size = collective.kind, collective.payload_bytes, collective.group_size
+        return max(collective_time_s(kind, nbytes, size, link) for link in links)
 
-    def _links(self, one: Collective) -> tuple[str, ...]:
+    def _links(self, collective: Collective) -> tuple[str, ...]:
         """Return the links that a collective uses: within nodes (`inside`), between nodes (`across`), or both."""
         if self._overlap_limit == 1:
             return ("inside", "across")
-        layouts = self._layout(one.groups)
+        layouts = self._layout(collective.groups)
         across = any(nodes > 1 for nodes, _ in layouts)
         return ("across",) * across + ("inside",) * (any(per_node > 1 for _, per_node in layouts) or not across)
 

@@ -32,9 +32,9 @@ class Overlap(Plain):
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         exposed = [
-            {name: plain(getattr(one.collective, name)) for name in ("kind", "axes", "module", "source")}
-            | {"time_s": one.time_s, "hidden_s": one.hidden_s, "behind": one.cover}
-            for one in self.exposed
+            {name: plain(getattr(timed.collective, name)) for name in ("kind", "axes", "module", "source")}
+            | {"time_s": timed.time_s, "hidden_s": timed.hidden_s, "behind": timed.cover}
+            for timed in self.exposed
         ]
         return super().to_json() | {"exposed": exposed}
 
@@ -109,11 +109,11 @@ def overlap(times: Timeline | None, reason: str = "") -> Overlap:
     if times is None:
         return Overlap(hidden_fraction=None, per_axis={}, exposed=(), reason=reason)
     network_s = sum(times.network_s.values())
-    exposed = [one for one in times.collectives if one.has_nothing_to_hide_behind]
+    exposed = [timed for timed in times.collectives if timed.has_nothing_to_hide_behind]
     return Overlap(
         hidden_fraction=sum(times.hidden_s.values()) / network_s if network_s else None,
         per_axis={label: times.hidden_s[label] / time_s for label, time_s in times.network_s.items() if time_s},
-        exposed=tuple(sorted(exposed, key=lambda one: -one.exposed_s)),
+        exposed=tuple(sorted(exposed, key=lambda timed: -timed.exposed_s)),
         reason="" if network_s else "no communication",
     )
 
@@ -172,7 +172,7 @@ def compute(
         notes += [f"FLOPs of `{target}` ({n} calls per step) are not counted" for target, n in opaque.items()]
     else:
         notes += times.notes
-    found = Compute(
+    compute = Compute(
         flops_per_device=flops,
         model_flops_per_device=model_share,
         ratio=flops / model_share if model_share else None,
@@ -180,10 +180,10 @@ def compute(
         notes=(*notes, *(model_flops.notes if model_flops is not None else ())),
     )
     if times is None:
-        return found
+        return compute
     peak_flops = times.step_s * times.peak_flops_per_s
     return dataclasses.replace(
-        found,
+        compute,
         predicted_step_s=times.step_s,
         bracket=bracket(module, times, cluster, cells) if cluster is not None else None,
         utilisation=model_share / peak_flops if model_share is not None and peak_flops else None,

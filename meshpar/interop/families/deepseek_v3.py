@@ -75,7 +75,7 @@ def _tensors(cfg: TransformerConfig) -> list[WeightMapping]:
     return mappings
 
 
-def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[WeightMapping]:
+def _extra_tensors(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[WeightMapping]:
     """Return the mappings of the multi-token prediction modules, which follow the last layer.
 
     Each module has a transformer layer, norms, a projection, an embedding and a head.
@@ -152,7 +152,7 @@ FAMILY = decoder.Family(
         "output_router_logits", "qk_head_dim", "seq_aux",
     }),
     tensors=_tensors,
-    kept=_kept,
+    extra_tensors=_extra_tensors,
     read_more=_read_more,
     write_more=_write_more,
 )  # fmt: skip

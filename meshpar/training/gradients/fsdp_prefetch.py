@@ -127,14 +127,14 @@ class PrefetchRunner(LayerRunner):
     setup: Setup
     regathers = True
 
-    def run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+    def run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
         params, extra, caches = inputs
         if caches is not None:  # decoding has no backward pass
-            return super().run(at, layer, x, inputs)
-        with jax.named_scope(at):
-            return on_slices(layer, x, lambda layer, x: self._run(at, layer, x, (params, extra)))
+            return super().run(stack_path, layer, x, inputs)
+        with jax.named_scope(stack_path):
+            return on_slices(layer, x, lambda layer, x: self._run(stack_path, layer, x, (params, extra)))
 
-    def _run(self, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree]) -> Any:
+    def _run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree]) -> Any:
         setup = self.setup
         if len({len(leaf) for leaf in jax.tree.leaves(inputs)}) != 1 or not jax.tree.leaves(inputs[0]):
             return scanned(layer, x, (*inputs, None))  # no weights, or inputs of unequal length, which the scan refuses
@@ -142,7 +142,7 @@ class PrefetchRunner(LayerRunner):
 
         def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
             def constrain_leaf(path: Any, weight: jax.Array) -> jax.Array | PrefetchedWeight:
-                decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
+                decision = leaf_at(stack_path, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
                 spec = _gathered_spec(decision, gathered_axes)
                 constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
                 # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only
@@ -153,7 +153,7 @@ class PrefetchRunner(LayerRunner):
             return jax.tree_util.tree_map_with_path(constrain_leaf, tree)
 
         def is_trained(path: Any, weight: jax.Array) -> bool:
-            return leaf_at(at, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
+            return leaf_at(stack_path, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
 
         layout = LayerLayout(
             gather=functools.partial(constrain, gathered_axes=setup.strategy.prefetched_axes),

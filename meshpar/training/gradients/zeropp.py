@@ -86,14 +86,15 @@ class QuantizedGather:
         """
         return self._map(lambda leaf, x: x if leaf.per_layer else self._gather(leaf, x, key), params)
 
-    def gather_layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
+    def gather_layer(self, key: jax.Array, stack_path: str, params: PyTree) -> PyTree:
         """Gather the weights of a layer. The backward pass scatters their gradients.
 
-        The paths of the stacked parameters are `at` and the paths in `params`, after an arbitrary prefix.
+        The paths of the stacked parameters are `stack_path` and the paths in `params`, after an arbitrary prefix.
         """
 
         def gather(path: Any, x: jax.Array) -> jax.Array:
-            leaf = leaf_at(at, path_str(path), self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
+            name = path_str(path)
+            leaf = leaf_at(stack_path, name, self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
             layer = dataclasses.replace(leaf, batch=leaf.batch[1:], others=leaf.others[1:])
             return self._gather(layer, x, key) if leaf.per_layer else x
 
@@ -258,8 +259,8 @@ class QuantizedRunner(LayerRunner):
     """Random bits for stochastic rounding, equal on all ranks."""
     regathers = True
 
-    def weights(self, at: str, shards: PyTree) -> PyTree:
-        return self.quantized.gather_layer(self.key, at, shards)
+    def weights(self, stack_path: str, shards: PyTree) -> PyTree:
+        return self.quantized.gather_layer(self.key, stack_path, shards)
 
 
 def make_quantized_gather(setup: Setup, precision: Precision) -> QuantizedGather | None:

@@ -366,7 +366,7 @@ class Stack(nnx.Module):
         def run(x, params, rest):
             return nnx.merge(graph, params, rest)(x)
 
-        return self.head(mp.scan_layers(run, self.embed(ids), params, extra=rest, at="blocks"))
+        return self.head(mp.scan_layers(run, self.embed(ids), params, extra=rest, path="blocks"))
 
 
 @pytest.mark.matrix

@@ -122,7 +122,7 @@ def test_stacked_layers_as_a_single_linen_param(axis, strategy):
         def __call__(self, x):
             init = nn.with_logical_partitioning(nn.initializers.normal(0.5), ("layers", "embed", None))
             stack = self.param("stack", init, (LAYERS, WIDTH, WIDTH))
-            return mp.scan_layers(lambda x, weight: jnp.tanh(x @ weight) + x, x, stack, at="stack")
+            return mp.scan_layers(lambda x, weight: jnp.tanh(x @ weight) + x, x, stack, path="stack")
 
     def loss_fn(model, batch, key):
         square = model(batch["x"]) ** 2
@@ -437,7 +437,7 @@ def test_step_refuses_layers_in_a_plain_scan():
 
 
 def test_step_refuses_unknown_path_of_layers():
-    MODELS["blocks"] = lambda: (stacked_model(functools.partial(mp.scan_layers, at="blocks")), squares, examples())
+    MODELS["blocks"] = lambda: (stacked_model(functools.partial(mp.scan_layers, path="blocks")), squares, examples())
     with raises("not-found", "blocks"):
         one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="blocks")
 
