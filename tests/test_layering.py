@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from meshpar.training.options import StepOptions
 from tests.faults import FAULTS
 
 PACKAGE = Path(__file__).parents[1] / "meshpar"
@@ -118,6 +120,19 @@ def cyclic_modules() -> set[str]:
         if further == imported:
             return {module.removeprefix("meshpar.") for module, over in imported.items() if module in over}
         imported = further
+
+
+def test_step_options_are_read_only_in_training() -> None:
+    """Other folders read the `Execution` that an engine resolves from the options."""
+    fields = [field.name for field in dataclasses.fields(StepOptions)]
+    readers = {
+        module
+        for module in modules()
+        for node in ast.walk(source_of(module))
+        if isinstance(node, ast.Attribute) and node.attr in fields and ast.unparse(node.value).endswith("options")
+    }
+    assert {module for module in readers if not module.startswith("training.")} == set()
+    assert "training.execution" in readers
 
 
 def test_import_graph_has_no_cycles() -> None:

@@ -180,7 +180,7 @@ def _explain(
         examination = examined(step.loss_fn, step.options, state, micro_batch(step, state, batch))
     match = check_collectives(setup, execution, collectives, traced.jaxpr, uses=param_uses, examination=examination)
     findings = [*lint(program, collectives, setup, execution, cluster, times), *_other_dtypes(match, execution)]
-    wide = high_precision_ops(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
+    wide = high_precision_ops(traced.jaxpr.jaxpr, execution.compute, setup.strategy.activations.dtypes)
     if wide is not None:
         findings.append(Finding(rule="wide-compute", source=wide.where, message=wide.message, fix=wide.fix, nbytes=0))
     return Report(

@@ -168,14 +168,14 @@ def cast_back_fix(compute: str | None) -> str:
     )
 
 
-def high_precision_ops(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:
-    """Return the matmuls of a traced step in a higher precision than requested, or None for a negligible share.
+def high_precision_ops(jaxpr: Any, compute: str | None, meant: Collection[str] = ()) -> WideWork | None:
+    """Return the matmuls of a traced step in a wider dtype than `compute`, or None for a negligible share.
 
     Dtypes in `meant`, which precision rules assign to modules, are not reported.
     """
-    if precision.compute is None:
+    if compute is None:
         return None
-    itemsize, all_flops = jnp.dtype(precision.compute).itemsize, 0
+    itemsize, all_flops = jnp.dtype(compute).itemsize, 0
     flops_by_source: dict[tuple[str, str], int] = {}
     for flops, eqn in products(jaxpr):
         dtypes = [x.aval.dtype for x in eqn.invars[:2]]
@@ -189,9 +189,9 @@ def high_precision_ops(jaxpr: Any, precision: Precision, meant: Collection[str] 
     dtype, where = max(flops_by_source, key=lambda key: flops_by_source[key])
     message = (
         f"{sum(flops_by_source.values()) / all_flops:.0%} of the matmul FLOPs are in {dtype}, most of them at {where}, "
-        f"although Precision(compute={precision.compute!r}) casts the parameters"
+        f"although Precision(compute={compute!r}) casts the parameters"
     )
-    return WideWork(where, message, cast_back_fix(precision.compute))
+    return WideWork(where, message, cast_back_fix(compute))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:

@@ -197,7 +197,7 @@ class TrainStep(_Program):
         if state.setup not in self._called:
             self._called.add(state.setup)
             jaxpr = program.trace(state, batch).jaxpr.jaxpr  # jit reuses this trace for the call
-            wide = high_precision_ops(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
+            wide = high_precision_ops(jaxpr, self.options.precision.compute, state.setup.strategy.activations.dtypes)
             if wide is not None:
                 warnings.warn(f"{wide.message}. To change it, {wide.fix}.", stacklevel=3)
         earlier = self._earlier.setdefault(state.setup, EarlierSteps(raises=self.options.nonfinite == "raise"))
