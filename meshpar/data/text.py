@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from meshpar.sharding import remote
 from meshpar.sharding.errors import near, problem
-from meshpar.sharding.host_resources import check_file, check_name, is_url
+from meshpar.sharding.host_resources import check_file, is_url
 
 STDLIB = "stdlib"
 """Entry for the standard library. Write `./stdlib` for a folder of that name."""
@@ -125,7 +125,6 @@ def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, b
     if is_url(entry):
         yield from _remote_matches(remote.join(entry), suffixes, where)
         return
-    check_name(path, where, "enter a file, a folder or a glob")
     if entry == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         excluded = {"site-packages", "dist-packages"}
@@ -307,7 +306,7 @@ def _rows(file: File, field: str, optional: Sequence[str]) -> Iterator[DataRecor
     import pyarrow
     import pyarrow.parquet
 
-    path = check_file(file.path, f"{file.path}", _FIX_READ, max_bytes=None)
+    path = check_file(file.path, f"{file.path}", _FIX_READ)
     try:
         # With these options, a row group is read in pieces. By default, full columns are read.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
@@ -343,7 +342,7 @@ def _without_nulls(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _opened(file: File) -> Iterator[io.BufferedReader]:
-    path = check_file(file.path, f"{file.path}", _FIX_READ, max_bytes=None)
+    path = check_file(file.path, f"{file.path}", _FIX_READ)
     try:
         with path.open("rb") as opened:
             yield opened

@@ -9,10 +9,11 @@ them by mesh axis (`meshpar bench collectives --save`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -176,14 +177,8 @@ class Links(_Measured):
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Links:
         """Return the profile from plain data. Raises `MeshparError` if a field is missing, unknown or invalid."""
-        fields = _fields_from_json(Links, data)
-        _check(
-            "axes",
-            {},
-            bool(fields.get("axes") or fields.get("permutes")),
-            "links by mesh axis (meshpar bench collectives)",
-        )
-        return Links(**fields)
+        with _reading():
+            return Links(**_fields_from_json(data))
 
 
 ANY = "*"
@@ -225,10 +220,14 @@ class Cluster(_Measured):
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node"):
-            if not 1 <= (count := getattr(self, field)) <= MAX_NODES:
-                requested = f"have {count if abs(count) < 1e18 else 'more than 1e18'} {field}"
+            if not is_int(count := getattr(self, field), 1) or count > MAX_NODES:
+                requested = f"have {count} {field}"[:100]
                 reason = f"the number must be an integer from 1 to {MAX_NODES:,}"
                 raise problem(f"cluster of {self.gpu.name}", requested, reason, "write `h100:8x8`", code="out-of-range")
+        if not 0 <= self.launch_s <= MAX_LAUNCH_S:
+            reason, fix = f"the launch of a kernel takes at most {MAX_LAUNCH_S:g} s", "write seconds, as 2.5e-06"
+            where, requested = f"cluster of {self.gpu.name}", f"use launch_s={self.launch_s}"
+            raise problem(where, requested, reason, fix, code="out-of-range")
 
     @property
     def name(self) -> str:
@@ -297,18 +296,14 @@ class Cluster(_Measured):
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
         """Return the profile from plain data. The catalogue supplies missing values of `inside` and `across`."""
-        fields = _fields_from_json(Cluster, data)
-        try:
-            gpu = _gpu_from_json(data["gpu"]) if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
+        with _reading():
+            fields = _fields_from_json(data)
+            gpu = gpu_from(data["gpu"]) if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             default = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
             links = {
                 key: dataclasses.replace(getattr(default, key), **data.get(key, {})) for key in ("inside", "across")
             }
-        except (KeyError, TypeError) as error:
-            reason = f"a field is missing or invalid: {type(error).__name__}: {error}"
-            fix = 'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}'
-            raise problem("cluster profile", "read it", reason, fix, code="damaged-file") from None
-        return dataclasses.replace(default, **{**fields, **links, "gpu": gpu})
+            return dataclasses.replace(default, **{**fields, **links, "gpu": gpu})
 
 
 Profile: TypeAlias = Cluster | Links
@@ -391,70 +386,24 @@ def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
     return gpu.fp32_flops_per_s if dtype == "float32" else gpu.bf16_flops_per_s
 
 
-def _is_number(value: Any, minimum: float, maximum: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Convert the errors of an invalid profile to a `MeshparError`."""
+    try:
+        yield
+    except MeshparError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        reason = f"a field is missing, unknown or invalid: {type(error).__name__}: {error}"
+        fix = 'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}'
+        raise problem("cluster profile", "read it", reason, fix, code="damaged-file") from error
 
 
-def _are_rates(value: Any) -> bool:
-    rates = value.items() if isinstance(value, Mapping) else [("", 0)]
-    return all(str(n).isdigit() and int(n) > 0 and _is_number(rate, 1 / MAX_VALUE, MAX_VALUE) for n, rate in rates)
-
-
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "devices": (lambda value: isinstance(value, str), "the name of the devices in jax"),
-    "source": (lambda value: isinstance(value, str), "a string"),
-    "axes": (lambda value: isinstance(value, Mapping), "an object with a link for each mesh axis"),
-    "permutes": (lambda value: isinstance(value, Mapping), "an object with a link for each mesh axis"),
-    "nodes": (is_int, "an integer"),
-    "gpus_per_node": (is_int, "an integer"),
-    "launch_s": (lambda value: _is_number(value, 0, MAX_LAUNCH_S), f"seconds below {MAX_LAUNCH_S:g}, as 2.5e-06"),
-    "is_shared": (lambda value: isinstance(value, bool), "true or false"),
-    "products": (_are_rates, 'FLOP/s by the size of the matrices, as {"4096": 6.2e14}'),
-}
-"""Field of a profile -> (whether a value is valid, description of valid values)."""
-
-
-def _fields_from_json(profile: type[Profile], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of a profile in plain data and convert links. Raise `MeshparError` for an invalid field."""
-    _check("profile", data, isinstance(data, Mapping), "a JSON object")
-    known = {field.name for field in dataclasses.fields(profile)}
-    for key, value in data.items():
-        if key not in known:
-            reason, fix = "a profile has no such field", near(key, known)
-            raise problem("cluster profile", f"set `{key}`", reason, fix, code="unknown-name")
-        is_valid, expected = _CHECKS.get(key, (lambda value: True, ""))
-        _check(key, value, is_valid(value), expected)
+def _fields_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a profile from plain data, with its links."""
     fields = dict(data)
     for key in {"axes", "permutes"} & data.keys():
-        fields[key] = {axis: _link_from_json(f"{key}.{axis}", link) for axis, link in data[key].items()}
+        fields[key] = {axis: Link(**link) for axis, link in data[key].items()}
     if "products" in data:
         fields["products"] = dict(sorted((int(n), float(rate)) for n, rate in data["products"].items()))
     return fields
-
-
-def _link_from_json(field: str, data: Any) -> Link:
-    try:
-        return Link(**data)
-    except (TypeError, MeshparError):
-        expected = 'a latency of at least 0 and a bandwidth above 0, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
-        _check(field, data, False, expected)
-        raise
-
-
-def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:
-    gpu, kinds = gpu_from(data), data["device_kinds"]
-    are_kinds = isinstance(kinds, list | tuple) and bool(kinds) and all(isinstance(kind, str) for kind in kinds)
-    _check("device_kinds", kinds, are_kinds, "a list of at least one name")
-    capability = gpu.chip.compute_capability
-    _check("compute_capability", capability, [*map(type, capability)] == [int, int], "two integers, as [9, 0]")
-    for record in (gpu, gpu.chip):
-        for field in (field.name for field in dataclasses.fields(record) if field.type in ("int", "float")):
-            value = getattr(record, field)
-            _check(field, value, _is_number(value, 1 / MAX_VALUE, MAX_VALUE), f"above 0 and at most {MAX_VALUE:g}")
-    return gpu
-
-
-def _check(field: str, value: Any, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        requested = f"set `{field}` to {value!r:.60}"
-        raise problem("cluster profile", requested, f"it must be {expected}", "correct the file", code="damaged-file")

@@ -35,8 +35,6 @@ from meshpar.sharding.host_resources import check_file, read_json
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.units import si
 
-MOST_BYTES = 2 << 30
-"""Maximum file size in bytes. Files are read into memory."""
 STEP = "jit__step"
 """Name that jax gives to the compiled program of a `TrainStep`."""
 _DEVICE = re.compile(r"/device:(?!CUSTOM)[A-Za-z]+:([0-9]+)")
@@ -139,7 +137,7 @@ def find(path: str | Path) -> Path:
         if not files:
             raise problem(f"trace `{path}`", "read it", "the folder contains no .xplane.pb", fix, code="missing-file")
         file = next(f for f in files if f.parent == files[-1].parent)  # the first of several hosts
-    return check_file(file, f"trace `{path}`", fix, max_bytes=MOST_BYTES)
+    return check_file(file, f"trace `{path}`", fix)
 
 
 def read(path: str | Path, *, report: Report | None = None, links: Links | None = None, top: int = 3) -> Trace:

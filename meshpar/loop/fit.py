@@ -152,8 +152,6 @@ class Run:
     """Time of all recorded steps except the first."""
     reason: str | None = None
     """Why the run stops; None while it continues."""
-    validates_after: int | None = None
-    """The step after which the last validation has started or will start."""
     steps_s: float = 0.0
     """Time of all recorded steps, without `lost_s`."""
     lost_s: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -517,7 +515,6 @@ class Validator(Hook):
 
     def on_dispatched(self, run: Run) -> None:
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
-            run.validates_after = run.step
             run.drain()
             began = time.perf_counter()
             with run.within("validate"):

@@ -285,7 +285,7 @@ class TrainingRun:
                 self.checkpoints,
                 every=recipe.checkpoint_every or recipe.steps,
                 retries=recipe.checkpoint_retries,
-                before_save=self._restore_files,
+                before_save=self.folder.upload,
             ),
             Preemption(),
         ]
@@ -297,7 +297,6 @@ class TrainingRun:
         pod, is_first = this_pod(), jax.process_index() == 0
         recipe = {**self.recipe.to_json(), "program": self.program.to_json()}
         texts = (json_text(recipe), json_text(table.to_json()), f"{table}\n")
-        self._texts = dict(zip(_RUN_FILES, texts, strict=True))
         with contextlib.ExitStack() as stack:
             existed = folder.local.exists()
             if pod is not None and folder.url is None:
@@ -317,7 +316,7 @@ class TrainingRun:
                         number += 1
                     screen.print(f"renamed the folder of the earlier run to {folder.local.rename(renamed)}")
                 folder.local.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
-                for name, text in self._texts.items():
+                for name, text in zip(_RUN_FILES, texts, strict=True):
                     replace_file(folder / name, text)
             barrier("meshpar: folder prepared")
             if (watch := watchdog.current()) is not None:
@@ -335,22 +334,6 @@ class TrainingRun:
                     (self.folder / name).unlink(missing_ok=True)
                 shutil.rmtree(self.folder / SOURCE_FOLDER, ignore_errors=True)
             raise
-
-    def _restore_files(self) -> None:
-        """Write files of the run again if they were removed, with a warning, and upload changed files."""
-        folder = self.folder
-        if jax.process_index() == 0:
-            missing = [name for name in self._texts if not (folder / name).exists()]
-            for name in missing:
-                folder.local.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
-                replace_file(folder / name, self._texts[name])
-            if self._from_hf is not None and not (folder / SOURCE_FOLDER).exists():
-                keep_source_files(self._from_hf, folder.local)
-                missing.append(SOURCE_FOLDER)
-            if missing:
-                text = f"{', '.join(missing)} were removed during the run and are written again"
-                warnings.warn(f"{folder}: {text}", stacklevel=2)
-        folder.upload()
 
     def _description(self) -> dict[str, str]:
         recipe, setup, totals = self.recipe, self.setup, self.setup.table.totals

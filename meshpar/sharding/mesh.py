@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar.sharding.errors import is_int, near, problem
-from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.types import AnyMesh
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
@@ -178,7 +177,6 @@ class MeshSpec(Mapping[str, int]):
         Raises:
           ValueError: the sizes do not match the number of devices, or an axis of `inside_node` would cross nodes.
         """
-        check_not_forked("MeshSpec.build", "use the devices of jax")
         if isinstance(devices, int):
             fix = f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices"
             reason = "build takes a list of devices, not a number"

