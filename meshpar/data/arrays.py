@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
 from meshpar.data.source import RowSource, check_fields
-from meshpar.data.split import split_rows
+from meshpar.data.split import split_examples
 from meshpar.sharding.errors import problem
 
 Arrays: TypeAlias = Mapping[str, Shaped[np.ndarray, "examples ..."]]
@@ -58,7 +58,7 @@ class ArrayData:
         train = _loaded(self.arrays)
         num_train = _num_examples("arrays", train)
         if self.valid is None:
-            train_indices, valid_indices = split_rows(num_train, self.valid_fraction)
+            train_indices, valid_indices = split_examples(num_train, self.valid_fraction)
             sets = ArrayRows(train, train_indices), ArrayRows(train, valid_indices)
             held_out = f"{len(valid_indices)} of {num_train} examples, by the hash of their number"
         else:

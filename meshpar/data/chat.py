@@ -26,7 +26,7 @@ from meshpar.data.batches import PREFETCH
 from meshpar.data.mixture import MixedSource, check_sources, open_mixture
 from meshpar.data.rows import PACKED_FIELDS, ArrayRows
 from meshpar.data.source import TokenSource, check_fields
-from meshpar.data.split import split_rows
+from meshpar.data.split import split_examples
 from meshpar.data.streams import mapped, spooled, writing, zeros
 from meshpar.data.template import DATE, EXTRAS, Template, check_day
 from meshpar.data.text import find, records
@@ -181,7 +181,7 @@ class ChatSource(TokenSource):
             fix = "add conversations, or increase seq_len"
             raise problem("`ChatData.files`", "create a training set and a validation set", reason, fix, "out-of-range")
         # All texts of a conversation are in the same set, because they have common messages.
-        sets = split_rows(num_conversations, data.valid_fraction)
+        sets = split_examples(num_conversations, data.valid_fraction)
         texts_of = ([text for i in indices for text in texts[starts[i] : starts[i + 1]]] for indices in sets)
         self._packed = [packed(texts, data.seq_len) for texts in texts_of]
         train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)

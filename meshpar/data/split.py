@@ -81,15 +81,17 @@ class DocumentSplit:
                 yield part.part(tail, goes_on=part.goes_on), True
 
 
-def split_rows(num_rows: int, valid_fraction: float) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " valid"]]:
+def split_examples(
+    num_examples: int, valid_fraction: float
+) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " valid"]]:
     """Return the sorted indices of the training rows and of the validation rows, chosen by the hash of the index."""
     check_fraction("`valid_fraction`", valid_fraction)
-    if num_rows < 2:
-        reason = f"the number of examples is {num_rows}"
+    if num_examples < 2:
+        reason = f"the number of examples is {num_examples}"
         raise problem("the data", "hold out examples", reason, "use at least two examples", "out-of-range")
-    count = min(max(round(num_rows * valid_fraction), 1), num_rows - 1)
+    count = min(max(round(num_examples * valid_fraction), 1), num_examples - 1)
     # The finalizer of SplitMix64 returns the same order with all NumPy versions; NumPy's generators do not.
-    x = (np.arange(num_rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (np.arange(num_examples, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     order = np.argsort(x ^ (x >> np.uint64(31)), kind="stable").astype(np.int64)

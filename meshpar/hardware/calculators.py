@@ -112,9 +112,11 @@ def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
 
 
 @_counted
-def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, cluster: Cluster | None = None) -> Sheet:
+def tp(
+    *, examples: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, cluster: Cluster | None = None
+) -> Sheet:
     """Tensor parallelism: payload of each of a layer's four all-reduces, and FLOPs of a `[width, width]` matmul."""
-    payload, flops = 2 * rows * seq * width, cost.matmul_flops(rows * seq, width, width)
+    payload, flops = 2 * examples * seq * width, cost.matmul_flops(examples * seq, width, width)
     result = [
         ("payload", payload, "B", "2 b s d"),
         ("sent per layer", 4 * cost.bytes_sent("all-reduce", payload, ranks), "B", "4 · 2(N−1)/N · 2 b s d"),
@@ -134,14 +136,14 @@ def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, clu
 
 @_counted
 def moe(
-    *, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58,
+    *, examples: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58,
     cluster: Cluster | None = None,
 ) -> Sheet:  # fmt: skip
     """Expert parallelism: elements of an all-to-all per rank, and of dispatch and combine in all layers.
 
     With a cluster, also the time of an all-to-all in bfloat16, and the tokens from which bandwidth dominates latency.
     """
-    elements = rows * seq * k * width / ranks
+    elements = examples * seq * k * width / ranks
     result = [
         ("elements per rank and direction", elements, "", "b s k d / N"),
         ("dispatch and combine of all layers", 2 * layers * elements, "", "2 L b s k d / N"),
@@ -150,7 +152,7 @@ def moe(
     if cluster is not None:
         single_s, double_s = (breakdown("all-to-all", WEIGHT * n * elements, ranks, cluster).time_s for n in (1, 2))
         latency_s = 2 * single_s - double_s  # the time is linear in the bytes
-        crossover = rows * seq * latency_s / (single_s - latency_s) if ranks > 1 else 0.0
+        crossover = examples * seq * latency_s / (single_s - latency_s) if ranks > 1 else 0.0
         result += [
             ("all-to-all", single_s, "s", f"(N−1)(α + n/N · β): {cluster.name}"),
             ("crossover, tokens", crossover, "", "b s with (N−1) α = (N−1)/N · nβ"),

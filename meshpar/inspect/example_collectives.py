@@ -23,7 +23,7 @@ from meshpar.parallel.expected.collective import ExpectedCollective
 ROLE = "examples that the loss combines"
 
 
-def expected(examination: Examination, rows: int, execution: Execution) -> Iterator[ExpectedCollective]:
+def expected(examination: Examination, examples: int, execution: Execution) -> Iterator[ExpectedCollective]:
     """Yield the collectives that operations on several examples may cause; none for independent examples.
 
     Args:
@@ -32,14 +32,14 @@ def expected(examination: Examination, rows: int, execution: Execution) -> Itera
       execution: description of the step.
     """
     axes = execution.ordered(execution.batch_axes)
-    if examination.combined is None or not axes or rows < 2:
+    if examination.combined is None or not axes or examples < 2:
         return
     runs: Counter[tuple[int, str]] = Counter()
     for combination in examination.combinations:
         for elements, dtype in set(combination.arrays):
             runs[elements, execution.wire(dtype)] += combination.runs
         # Per example: maximum, sum and target of a softmax, and the sum in its gradient.
-        runs[rows, execution.wire("float32")] += 2 * combination.runs
+        runs[examples, execution.wire("float32")] += 2 * combination.runs
     shards = math.prod(execution.sizes[axis] for axis in axes)
     for (elements, dtype), count in runs.items():
         # Twice, because the backward pass may recompute the forward pass.

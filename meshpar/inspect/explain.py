@@ -257,8 +257,8 @@ def check_collectives(
     )
     expected = setup.strategy.expected_collectives(traced)
     if examination is not None:
-        rows = execution.rows * execution.num_shards(execution.batch_axes)
-        expected += tuple(example_collectives.expected(examination, rows, execution))
+        examples = execution.examples * execution.num_shards(execution.batch_axes)
+        expected += tuple(example_collectives.expected(examination, examples, execution))
     limits["small_share"] = SMALL_SHARE if uses else 0.0
     limits["unannotated_axes"] = traced.unannotated_axes
     limits["scopes_above"] = scopes_above(setup)

@@ -25,7 +25,7 @@ from meshpar.hardware.clusters import Cluster, gpu_of_kind
 from meshpar.inspect.program import Program
 from meshpar.inspect.source_scopes import layerless
 from meshpar.inspect.timeline import program_work as work
-from meshpar.parallel.batch import rows_of, shape_of
+from meshpar.parallel.batch import examples_of, shape_of
 from meshpar.parallel.data import Data
 from meshpar.parallel.execution import Execution, Weight
 from meshpar.parallel.strategy import Custom, Strategy
@@ -173,7 +173,8 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     shards = num_shards(setup.batch_sharding.spec, setup.mesh)
     shapes = jax.tree.map(shape_of, batch)
     nbytes, sharded = (
-        sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(tree)) for tree in (shapes, rows_of(shapes))
+        sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(tree))
+        for tree in (shapes, examples_of(shapes))
     )
     return nbytes - sharded + sharded // shards
 
@@ -287,7 +288,7 @@ def _candidates(setup: Setup, execution: Execution) -> tuple[_Change, ...]:
     """
     stages = _smaller(setup, execution, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
-    factors = [factor for factor in (2, 4, 8) if factor == 2 or execution.rows % factor == 0]
+    factors = [factor for factor in (2, 4, 8) if factor == 2 or execution.examples % factor == 0]
     steps = [execution.micro_steps * factor for factor in factors if not execution.is_pipelined]
     by_path = _by_path(setup)
     policies = [] if execution.remat == "full" or by_path else ["full"] if execution.remat else ["dots", "full"]

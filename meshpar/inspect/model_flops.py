@@ -69,21 +69,21 @@ class ActivationProducts(NamedTuple):
     """Bytes of the largest result."""
 
 
-def activation_products(jaxpr: core.Jaxpr, rows: int) -> ActivationProducts:
-    """Return the matmuls in whose operands the size of a batch dim is a multiple of `rows`."""
+def activation_products(jaxpr: core.Jaxpr, num_examples: int) -> ActivationProducts:
+    """Return the matmuls in whose operands the size of a batch dim is a multiple of `num_examples`."""
 
-    def has_rows(dot: Any) -> bool:
+    def has_examples(dot: Any) -> bool:
         _, (batch_dims, _) = dot.params["dimension_numbers"]
-        return any(dot.invars[0].aval.shape[dim] % rows == 0 for dim in batch_dims)
+        return any(dot.invars[0].aval.shape[dim] % num_examples == 0 for dim in batch_dims)
 
     def nbytes(*arrays: Any) -> int:
         return sum(x.aval.size * x.aval.dtype.itemsize for x in arrays)
 
     dots = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general")
     return ActivationProducts(
-        flops=_dots(jaxpr, lambda dot: has_rows(dot) * _dot_flops(dot)),
-        nbytes=_dots(jaxpr, lambda dot: has_rows(dot) * nbytes(*dot.invars, *dot.outvars)),
-        largest_bytes=max((nbytes(*dot.outvars) for dot in dots if has_rows(dot)), default=0),
+        flops=_dots(jaxpr, lambda dot: has_examples(dot) * _dot_flops(dot)),
+        nbytes=_dots(jaxpr, lambda dot: has_examples(dot) * nbytes(*dot.invars, *dot.outvars)),
+        largest_bytes=max((nbytes(*dot.outvars) for dot in dots if has_examples(dot)), default=0),
     )
 
 
@@ -210,5 +210,5 @@ def micro_batch(step: TrainStep, state: TrainState, batch: PyTree) -> PyTree:
     """Return the shapes of the global batch of a micro-step."""
     setup, count = state.setup, describe(state.setup, step.options).micro_steps
     batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch.rows)
-    return as_given(dataclasses.replace(batch, rows=rows))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch.examples)
+    return as_given(dataclasses.replace(batch, examples=shapes))

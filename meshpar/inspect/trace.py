@@ -124,8 +124,8 @@ class Trace(Printed, Plain):
             by_column = zip(columns, *map(_cells, self.collectives), strict=True)
             heads, *rows = zip(*(cells for cells in by_column if any(cells[1:])), strict=True)
             shown.append(table("collectives, per step and device", heads, rows, left=("collective", "axes")))
-        rows_of = [(cost.name, si(cost.time_s, "s"), f"{cost.share:.0%}", cost.where) for cost in self.costs]
-        shown.append(table("the largest costs", ("", "time", "of the step", "where"), rows_of, left=("", "where")))
+        costs = [(cost.name, si(cost.time_s, "s"), f"{cost.share:.0%}", cost.where) for cost in self.costs]
+        shown.append(table("the largest costs", ("", "time", "of the step", "where"), costs, left=("", "where")))
         return Group(*shown, *(f"· {note}" for note in self.notes))
 
 

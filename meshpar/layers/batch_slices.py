@@ -49,15 +49,15 @@ def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
     reason = "the layers run under jax.vmap on a single example"
     fix = "call scan_layers on the full batch, or use batch_slices=1"
     check_cases(where, requested, "unsupported-feature", (is_mapped, reason, fix))
-    num_rows = leaves[0].shape[0] if leaves and jnp.ndim(leaves[0]) else 0
-    num_rows = num_rows if boundaries is None else boundaries.num_examples
+    num_examples = leaves[0].shape[0] if leaves and jnp.ndim(leaves[0]) else 0
+    num_examples = num_examples if boundaries is None else boundaries.num_examples
     for name, tree, sizes, fix in (
-        ("x", x, (num_rows,), "make the batch the first dim of all leaves"),
-        ("per_example", per_example, (num_rows, 1), "make the batch the first dim, or use x[None] for all examples"),
+        ("x", x, (num_examples,), "make the batch the first dim of all leaves"),
+        ("per_example", per_example, (num_examples, 1), "make the batch the first dim, or use x[None] for all"),
     ):
         for leaf in jax.tree.leaves(tree):
             is_wrong = jnp.shape(leaf)[:1] not in [(size,) for size in sizes]
-            reason = f"`{name}` of scan_layers has shape {jnp.shape(leaf)}, and the batch has {num_rows} examples"
+            reason = f"`{name}` of scan_layers has shape {jnp.shape(leaf)}, and the batch has {num_examples} examples"
             check_cases(where, requested, "wrong-shape", (is_wrong, reason, f"{fix}, or use batch_slices=1"))
 
 

@@ -188,21 +188,21 @@ Evaluate: TypeAlias = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[LossTe
 class Loss:
     """The user's loss as a function of parameters: `(params, extra, rows, key) -> (value, (metrics, extra))`.
 
-    `extra` are the model's other variables and `rows` examples. `value` and metrics are scaled by the normalizer.
+    `extra` are the model's other variables and `examples` examples. `value` and metrics are scaled by the normalizer.
     """
 
     terms: Evaluate
     normalizer: Normalizer = ONE_PART
 
     def __call__(
-        self, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
+        self, params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
-        terms, after = self.terms(params, extra, rows, key)
+        terms, after = self.terms(params, extra, examples, key)
         value, metrics = terms.normalized(self.normalizer)
         return value, (metrics, after)
 
     def over_parts(
-        self, where: str, call: Callable[..., Any], args: PyTree, rows: PyTree, keys: jax.Array, *,
+        self, where: str, call: Callable[..., Any], args: PyTree, examples: PyTree, keys: jax.Array, *,
         axes: Mapping[str, int],
     ) -> Loss:  # fmt: skip
         """Return the loss with the normalizer of all parts of a batch.
@@ -215,15 +215,15 @@ class Loss:
           axes: sizes of the mesh axes over which the parts differ, inside a `shard_map`.
         """
 
-        def terms(args: PyTree, rows: PyTree, key: jax.Array) -> LossTerms:
-            return call(self.terms, args, rows, key)[0]
+        def terms(args: PyTree, examples: PyTree, key: jax.Array) -> LossTerms:
+            return call(self.terms, args, examples, key)[0]
 
-        return dataclasses.replace(self, normalizer=normalizer_of(where, terms, args, rows, keys, axes=axes))
+        return dataclasses.replace(self, normalizer=normalizer_of(where, terms, args, examples, keys, axes=axes))
 
 
 def normalizer_of(
-    where: str, terms: Callable[[PyTree, PyTree, jax.Array], LossTerms], args: PyTree, rows: PyTree, keys: jax.Array, *,
-    axes: Mapping[str, int],
+    where: str, terms: Callable[[PyTree, PyTree, jax.Array], LossTerms], args: PyTree, examples: PyTree,
+    keys: jax.Array, *, axes: Mapping[str, int],
 ) -> Normalizer:  # fmt: skip
     """Sum the weights of all parts of a batch. `Loss.over_parts` documents the arguments.
 
@@ -232,10 +232,10 @@ def normalizer_of(
     num_parts = len(keys) * int(np.prod(list(axes.values()), dtype=int))
     if num_parts == 1:
         return ONE_PART
-    part = jax.tree.map(lambda x: x[0], rows)
+    part = jax.tree.map(lambda x: x[0], examples)
 
-    def traced(args: PyTree, rows: PyTree, key: jax.Array) -> tuple[Any, LossTerms]:
-        out = terms(args, rows, key)
+    def traced(args: PyTree, examples: PyTree, key: jax.Array) -> tuple[Any, LossTerms]:
+        out = terms(args, examples, key)
         return out.loss.weight if isinstance(out.loss, MeanLoss) else None, out
 
     closed, (_, out) = jax.make_jaxpr(traced, return_shape=True)(args, part, keys[0])
@@ -265,10 +265,10 @@ def normalizer_of(
         fix = "compute the weight from the batch and the key only, or add it to the batch"
         raise problem(f"MeanLoss.weight, under {where}", requested, reason, fix, "unsupported-feature")
 
-    def weight_of(rows: PyTree, key: jax.Array) -> jax.Array:
-        return weight(*[None] * num_args, *jax.tree.leaves(rows), key)
+    def weight_of(examples: PyTree, key: jax.Array) -> jax.Array:
+        return weight(*[None] * num_args, *jax.tree.leaves(examples), key)
 
-    total = jax.vmap(weight_of)(rows, keys).sum()
+    total = jax.vmap(weight_of)(examples, keys).sum()
     return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)
 
 

@@ -345,7 +345,7 @@ class _Verifier:
 
     def _search_space(self, sizes: Mapping[str, int]) -> SearchSpace:
         num_layers = max((leaf.num_layers for leaf in self._leaves), default=1)
-        return SearchSpace(sizes=sizes, rows=self.batch_size, seq_len=self._seq_len, num_layers=num_layers)
+        return SearchSpace(sizes=sizes, examples=self.batch_size, seq_len=self._seq_len, num_layers=num_layers)
 
     def _axes(self) -> list[str]:
         axes = {axis for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}

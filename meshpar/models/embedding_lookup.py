@@ -84,7 +84,7 @@ def lookup_of(table_VE: Array, tokens_BT: Array) -> Lookup | None:
     )
 
 
-def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
+def exchange_is_cheaper(tokens: int, vocab_size: int, dtype: jax.typing.DTypeLike) -> bool:
     """Return whether exchanging embeddings and their gradients communicates less than all-gathering the table.
 
     Example:
@@ -92,7 +92,7 @@ def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> 
       (True, False)
     """
     dtype_bytes, grad_bytes = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize
-    return 2 * tokens * dtype_bytes < rows * (dtype_bytes + grad_bytes)
+    return 2 * tokens * dtype_bytes < vocab_size * (dtype_bytes + grad_bytes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -187,28 +187,28 @@ def _pipelined(
 
     arrived = send(slices[0])
     if waiting:
-        rows, waiting[0] = lax.optimization_barrier((arrived.rows, waiting[0]))
-        arrived = arrived._replace(rows=rows)
+        tokens, waiting[0] = lax.optimization_barrier((arrived.tokens, waiting[0]))
+        arrived = arrived._replace(tokens=tokens)
     for chunk in [*slices[1:], None]:
         following = arrived if chunk is None else send(chunk)
         with jax.named_scope("experts"):
-            rows = expert_fn(arrived.rows, arrived.sizes)
-            _check_outputs(rows, arrived.rows)
+            tokens = expert_fn(arrived.tokens, arrived.sizes)
+            _check_outputs(tokens, arrived.tokens)
         if chunk is not None:
-            rows, next_rows, waiting[:1] = lax.optimization_barrier((rows, following.rows, waiting[:1]))
-            following = following._replace(rows=next_rows)
+            tokens, next_tokens, waiting[:1] = lax.optimization_barrier((tokens, following.tokens, waiting[:1]))
+            following = following._replace(tokens=next_tokens)
         with jax.named_scope("combine"):
-            outputs.append(path.combine(rows, arrived))
+            outputs.append(path.combine(tokens, arrived))
         stats.append(arrived.stats)
         arrived = following
     return outputs, stats
 
 
-def _check_outputs(outputs: Any, rows: jax.Array) -> None:
+def _check_outputs(outputs: Any, tokens: jax.Array) -> None:
     where, shape = f"{KERNEL}(expert_fn=...)", getattr(outputs, "shape", None)
-    is_wrong = shape is None or len(shape) != 2 or shape[0] != len(rows)
-    reason, fix = "it must return a row for each input row, in the same order", f"return [{len(rows)}, width]"
-    requested = f"return a {type(outputs).__name__} of shape {shape} for rows {rows.shape}"
+    is_wrong = shape is None or len(shape) != 2 or shape[0] != len(tokens)
+    reason, fix = "it must return a row for each input row, in the same order", f"return [{len(tokens)}, width]"
+    requested = f"return a {type(outputs).__name__} of shape {shape} for rows {tokens.shape}"
     check_cases(where, requested, "wrong-shape", (is_wrong, reason, fix))
     is_wrong = not jnp.issubdtype(outputs.dtype, jnp.floating)
     case = is_wrong, "outputs are multiplied with gate weights and summed", "return a floating-point dtype"

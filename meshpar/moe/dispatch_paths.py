@@ -119,7 +119,7 @@ class Shape(NamedTuple):
 class ReceivedTokens(NamedTuple):
     """Rows that arrived for the local experts, with the data needed to send results back."""
 
-    rows: jax.Array
+    tokens: jax.Array
     sizes: Any
     """Rows per local expert."""
     order: Order
@@ -149,18 +149,18 @@ class Capacity(NamedTuple):
         order = in_buffers(experts, shape.num_experts, capacity)
         buffers = expand(x, order).reshape(shape.num_ranks, self._link.pair_rows, x.shape[1])
         buffers = exchange(self._link, self.payload.coding("dispatch"), FULL, buffers, None)
-        rows = self._transposed(buffers.reshape(shape.num_ranks, shape.local_experts, capacity, x.shape[1]))
+        tokens = self._transposed(buffers.reshape(shape.num_ranks, shape.local_experts, capacity, x.shape[1]))
         sizes = np.full(shape.local_experts, shape.num_ranks * capacity, np.int32)
         chosen = count(experts, shape.num_experts)
         fitting = jnp.minimum(chosen, capacity)
         received = shape.exchange_counts(fitting.reshape(shape.num_ranks, -1)).sum(0, dtype=jnp.int32)
         stats = Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
-        return ReceivedTokens(rows, sizes, order, weights, None, None, stats)
+        return ReceivedTokens(tokens, sizes, order, weights, None, None, stats)
 
     def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         shape, width = self.shape, outputs.shape[1]
-        rows = self._transposed(outputs.reshape(shape.local_experts, shape.num_ranks, self.capacity, width))
-        buffers = rows.reshape(shape.num_ranks, self._link.pair_rows, width)
+        tokens = self._transposed(outputs.reshape(shape.local_experts, shape.num_ranks, self.capacity, width))
+        buffers = tokens.reshape(shape.num_ranks, self._link.pair_rows, width)
         buffers = exchange(self._link, self.payload.coding("combine"), FULL, buffers, None)
         return weighted_sum(buffers.reshape(-1, width), arrived.weights, arrived.order)
 
@@ -189,8 +189,8 @@ class Dropless(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, payload: Payload, bound_factor: float | None) -> Dropless:
         """Return the path with row limits for any routing, or for `bound_factor` times a balanced load."""
-        rows = cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, bound_factor)
-        return cls(shape, payload, rows // shape.num_ranks, shape.tokens * shape.k)
+        num_rows = cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, bound_factor)
+        return cls(shape, payload, num_rows // shape.num_ranks, shape.tokens * shape.k)
 
     def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> ReceivedTokens:
         shape = self.shape
@@ -204,13 +204,13 @@ class Dropless(NamedTuple):
         stats = Dispatched(chosen, received_by_rank.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
         movement = _to_expert_order(received_by_rank, self.pair_rows)
         arrived = ReceivedTokens(x, stats.received, order, weights, counts, movement, stats)
-        return arrived._replace(rows=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
+        return arrived._replace(tokens=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
 
     def send_rows_of(self, x: jax.Array, arrived: ReceivedTokens, coding: Coding) -> jax.Array:
         """[T, d] -> [N P, d]: send rows of `x` to the ranks of their experts, and sort them by expert on arrival."""
         assert arrived.counts is not None
-        rows = exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
-        return rows if arrived.movement is None else move(rows, arrived.movement)
+        tokens = exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
+        return tokens if arrived.movement is None else move(tokens, arrived.movement)
 
     def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         return weighted_sum(self.send_back(outputs, arrived), arrived.weights, arrived.order)
@@ -218,8 +218,8 @@ class Dropless(NamedTuple):
     def send_back(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         """[N P, d'] -> [A, d']: return rows to the order of the local tokens' assignments."""
         assert arrived.counts is not None
-        rows = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse)
-        return exchange(self._link, self.payload.coding("combine"), SEND_BACK, rows, arrived.counts)
+        tokens = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse)
+        return exchange(self._link, self.payload.coding("combine"), SEND_BACK, tokens, arrived.counts)
 
     @property
     def _link(self) -> RowLink:
@@ -293,7 +293,7 @@ class NodeFirst(NamedTuple):
         local = lax.stop_gradient(metadata[:, : inside.k]).astype(jnp.int32) - 1
         local = local - lax.axis_index(across.axis) * inside.num_experts
         local = jnp.where((local >= 0) & (local < inside.num_experts), local, inside.num_experts)
-        forwarded = self.inside.send(arrived.rows, local, metadata[:, inside.k :])
+        forwarded = self.inside.send(arrived.tokens, local, metadata[:, inside.k :])
         has_node = (nodes[:, None] == node[:, :, None]) & (arrived.order.positions[:, None] >= 0)
         is_sent = jnp.any(has_node, axis=2)
         chosen = count(experts, self.shape.num_experts)

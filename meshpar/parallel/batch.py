@@ -71,7 +71,7 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
 
 # ---- The batch of a step ---------------------------------------------------------------------------------------------
 #
-#   user's arrays ─ StepBatch.of ─► step ─ engine: `split_rows` into micro-steps ─► as_given ─► loss function
+#   user's arrays ─ StepBatch.of ─► step ─ engine: `split_examples` into micro-steps ─► as_given ─► loss function
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +87,7 @@ class Repeated:
 class StepBatch:
     """A batch inside a step: two trees with the structure of the user's batch. Each leaf is None in one of them."""
 
-    rows: PyTree
+    examples: PyTree
     """Leaves that are sharded over devices and micro-steps. Scalars and keys are `Repeated`."""
     full: PyTree
     """Leaves that all devices and micro-steps receive, because of `Rules(inputs={...: replicated})`."""
@@ -98,15 +98,16 @@ class StepBatch:
     ) -> StepBatch:
         """Check a batch and return it in the layout that a step expects."""
         batch = as_given(batch)
-        num_rows = check_batch(batch, sharding, rules, num_parts, unit)
+        num_examples = check_batch(batch, sharding, rules, num_parts, unit)
         full = NamedSharding(sharding.mesh, PartitionSpec())
 
         def row(x: Any) -> Any:
             if np.ndim(x):
                 return _placed(x, sharding)
             if isinstance(x, jax.ShapeDtypeStruct):
-                return Repeated(jax.ShapeDtypeStruct((num_rows,), x.dtype))
-            return Repeated(_placed((jnp if isinstance(x, jax.Array) else np).broadcast_to(x, (num_rows,)), sharding))
+                return Repeated(jax.ShapeDtypeStruct((num_examples,), x.dtype))
+            library = jnp if isinstance(x, jax.Array) else np
+            return Repeated(_placed(library.broadcast_to(x, (num_examples,)), sharding))
 
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         chosen = [(x, rules.input_rule(path_str(path)) is replicated) for path, x in leaves]
@@ -126,13 +127,13 @@ def as_given(batch: PyTree) -> PyTree:
             return x
         return jax.ShapeDtypeStruct((), x.each.dtype) if isinstance(x.each, jax.ShapeDtypeStruct) else x.each[0]
 
-    rows = jax.tree.map(first, batch.rows, is_leaf=lambda x: isinstance(x, Repeated))
-    return jax.tree.map(lambda x, y: y if x is None else x, rows, batch.full, is_leaf=lambda x: x is None)
+    examples = jax.tree.map(first, batch.examples, is_leaf=lambda x: isinstance(x, Repeated))
+    return jax.tree.map(lambda x, y: y if x is None else x, examples, batch.full, is_leaf=lambda x: x is None)
 
 
-def rows_of(batch: PyTree) -> PyTree:
+def examples_of(batch: PyTree) -> PyTree:
     """Return the leaves of a batch that are sharded over devices."""
-    return batch.rows if isinstance(batch, StepBatch) else batch
+    return batch.examples if isinstance(batch, StepBatch) else batch
 
 
 def _placed(x: Any, layout: NamedSharding) -> Any:
@@ -189,10 +190,10 @@ def check_batch(
     axes = {axis: sizes[axis] for axis in split_by(sharding)}
     separate = [path for path, rule in chosen.items() if rule == "batch"]
     for path in separate:
-        check_rows({path: leaves[path]}, axes, num_parts, unit)
+        check_examples({path: leaves[path]}, axes, num_parts, unit)
     common = {path: leaves[path] for path, rule in chosen.items() if rule is None}
     if common or not separate:
-        check_rows(common, axes, num_parts, unit, takes_scalars=True)
+        check_examples(common, axes, num_parts, unit, takes_scalars=True)
     shapes = [np.shape(x) for x in (common or {path: leaves[path] for path in separate}).values()]
     return max((shape[0] for shape in shapes if shape), default=0)
 
@@ -212,7 +213,9 @@ def _check_no_lists(batch: PyTree) -> None:
             )
 
 
-def check_rows(batch: PyTree, over: Mapping[str, int], count: int, pieces: str, *, takes_scalars: bool = False) -> None:
+def check_examples(
+    batch: PyTree, over: Mapping[str, int], count: int, pieces: str, *, takes_scalars: bool = False
+) -> None:
     """Check that all leaves have the same first dim, divisible by the number of shards times `count`.
 
     Args:
@@ -227,26 +230,26 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, pieces: str, 
         fix = "pass a pytree of arrays whose first dim is the batch"
         raise problem("batch", "train on it", "it has no arrays", fix, code="wrong-shape")
     shapes = {path: np.shape(x) for path, x in leaves}
-    rows = max((shape[0] for shape in shapes.values() if shape), default=0)
+    examples = max((shape[0] for shape in shapes.values() if shape), default=0)
     for path, x in leaves:
         _check_number(path, x)
     for path, shape in shapes.items():
-        if shape[:1] != (rows,) and (shape or not takes_scalars):
+        if shape[:1] != (examples,) and (shape or not takes_scalars):
             size = f"first dim is {shape[0]}" if shape else "shape is ()"
             fix = "use the same first dim, the global batch size, for all leaves"
             if takes_scalars:
                 fix += f", or write mp.Rules(inputs={{{path!r}: ...}}) with 'batch' (a separate size) or mp.replicated"
-            reason = f"its {size} and another leaf has {rows}"
+            reason = f"its {size} and another leaf has {examples}"
             raise problem(f"batch leaf `{path}` of shape {shape}", "shard it", reason, fix, code="wrong-shape")
     shards = math.prod(over.values())
     unit = shards * count
-    if rows == 0 or rows % unit:
+    if examples == 0 or examples % unit:
         axes = " × ".join(f"`{axis}`" for axis in over) or "one device"
-        fewer = fewer_devices(rows // count if rows % count == 0 else 1, over)
+        fewer = fewer_devices(examples // count if examples % count == 0 else 1, over)
         where = f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)"
         requested = f"shard it over {axes} ({shards})" + (f" in {count} {pieces}" if count > 1 else "")
-        fix = ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer)))
-        raise problem(where, requested, f"{rows} is not a positive multiple of {unit}", fix, code="indivisible")
+        fix = ", or ".join(filter(None, (f"use a batch of {max(1, -(-examples // unit)) * unit}", fewer)))
+        raise problem(where, requested, f"{examples} is not a positive multiple of {unit}", fix, code="indivisible")
 
 
 def _check_number(path: str, x: Any) -> None:
@@ -258,13 +261,13 @@ def _check_number(path: str, x: Any) -> None:
         raise problem(where, "put it on devices", reason, fix, code="wrong-dtype")
 
 
-def split_rows(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
+def split_examples(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
     """Reshape [batch, ...] to [count, batch / count, ...] without moving examples between devices.
 
     A plain reshape would take micro-step i from the i-th block of the batch, which is on a few devices only.
     """
     shards = math.prod(axis_sizes(sharding.mesh)[axis] for axis in split_by(sharding))
-    rows = x.shape[0] // (shards * count)
-    by_device = x.reshape(shards, count, rows, *x.shape[1:])
-    split = jnp.moveaxis(by_device, 1, 0).reshape(count, shards * rows, *x.shape[1:])
+    examples = x.shape[0] // (shards * count)
+    by_device = x.reshape(shards, count, examples, *x.shape[1:])
+    split = jnp.moveaxis(by_device, 1, 0).reshape(count, shards * examples, *x.shape[1:])
     return with_layout(split, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))

@@ -108,7 +108,7 @@ class Execution:
     """The `pipeline_parallel` component, if stages run the step."""
     batch_slices: int = 1
     """Number of slices of the local batch that stacked layers process independently."""
-    rows: int = 0
+    examples: int = 0
     """Examples per device and microbatch."""
     tokens: int | None = None
     """Tokens per device and microbatch; None if the batch has no tokens."""
@@ -166,18 +166,18 @@ class Execution:
     """Maps a direction (`dispatch`, `combine`, `grad`) and a width to the bytes of a quantized token sent to experts,
     or None if that direction is not quantized."""
 
-    def for_batch(self, rows: PyTree) -> Execution:
+    def for_batch(self, examples: PyTree) -> Execution:
         """Return the execution with the numbers of examples and tokens of a batch.
 
-        `rows` are the leaves of the global batch that are sharded over devices, as arrays or shapes.
+        `examples` are the leaves of the global batch that are sharded over devices, as arrays or shapes.
         """
-        num_rows, tokens = rows_and_tokens(rows, self.num_shards(self.batch_axes) * self.microbatches)
-        return self.with_examples(num_rows, tokens)
+        num_examples, tokens = examples_and_tokens(examples, self.num_shards(self.batch_axes) * self.microbatches)
+        return self.with_examples(num_examples, tokens)
 
-    def with_examples(self, num_rows: int, tokens: int | None) -> Execution:
+    def with_examples(self, num_examples: int, tokens: int | None) -> Execution:
         """Return the execution with numbers of examples and tokens, before the sequence is sharded."""
         tokens = None if tokens is None else tokens // self.num_shards(self.context_axes)
-        return dataclasses.replace(self, rows=num_rows, tokens=tokens)
+        return dataclasses.replace(self, examples=num_examples, tokens=tokens)
 
     def with_uses(self, uses: Mapping[str, ParamUsage]) -> Execution:
         """Return the execution with uses of parameters, for a model whose activations have no constraints."""
@@ -230,9 +230,9 @@ class Execution:
         return weight.update if self.micro_steps == 1 else weight.grads
 
     @property
-    def tokens_or_rows(self) -> int:
+    def tokens_or_examples(self) -> int:
         """Tokens per device and micro-step, or examples if the batch has no tokens."""
-        return self.rows if self.tokens is None else self.tokens
+        return self.examples if self.tokens is None else self.tokens
 
     def wire(self, dtype: Any) -> str:
         """Return the HLO dtype on the wire. XLA:CPU sends 16-bit floats as float32, and fp8 as float16."""
@@ -275,16 +275,16 @@ class Execution:
         return self.batch_slices if stack > 1 else 1
 
 
-def rows_and_tokens(rows: PyTree, num_parts: int = 1) -> tuple[int, int | None]:
+def examples_and_tokens(examples: PyTree, num_parts: int = 1) -> tuple[int, int | None]:
     """Divide a batch, and return (examples, tokens) per part. Without tokens, the second is None."""
-    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(rows)]
-    num_rows = max((shape[0] for shape, _ in shapes if shape), default=0) // num_parts
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(examples)]
+    num_examples = max((shape[0] for shape, _ in shapes if shape), default=0) // num_parts
     # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
     has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)
     has_images = any(len(shape) > 2 for shape, _ in shapes)
     ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
     tokens = [] if has_floats or has_images else [math.prod(shape) // num_parts for shape in ids]
-    return num_rows, max(tokens, default=None)
+    return num_examples, max(tokens, default=None)
 
 
 def split_axes(step: Execution, spec: PartitionSpec) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class SearchSpace:
 
     sizes: Mapping[str, int]
     """Size of each mesh axis, in mesh order."""
-    rows: int
+    examples: int
     """Number of examples in the global batch."""
     seq_len: int | None
     """Tokens per example. `None` means that the batch has no tokens."""

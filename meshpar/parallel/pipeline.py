@@ -88,8 +88,8 @@ class Pipeline(Parallelism):
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
         """Yield schedules with at most 8 microbatches per stage. More microbatches hardly shorten the bubble."""
-        stages, rows = space.num_shards("stage"), space.rows // space.num_shards(*BATCH_AXES)
-        fits = [count for count in range(2 * stages, 8 * stages + 1, stages) if rows % count == 0]
+        stages, examples = space.num_shards("stage"), space.examples // space.num_shards(*BATCH_AXES)
+        fits = [count for count in range(2 * stages, 8 * stages + 1, stages) if examples % count == 0]
         for count in fits[-1:]:
             for schedule, parts in _PLANNED_SCHEDULES.items():
                 if space.num_layers % (parts * stages) == 0:

@@ -26,7 +26,7 @@ from meshpar.layers.auxiliary import means
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES, LossTerms, Normalizer, normalizer_of
 from meshpar.layers.remat import check_remat, named_in, remat_policy
 from meshpar.layers.scan import Aux, with_aux
-from meshpar.parallel.batch import check_rows
+from meshpar.parallel.batch import check_examples
 from meshpar.pipeline import stage_checks as checks
 from meshpar.pipeline.executor import (
     Executor,
@@ -417,7 +417,7 @@ def value_and_grad(
 
     def value_and_grad(params: Params, batch: PyTree, key: jax.Array | None = None) -> tuple[Result, Params]:
         params = checks.checked_params(staged, params, specs)
-        check_rows(batch, staged.batch_axis_sizes, schedule.microbatches, "microbatches")
+        check_examples(batch, staged.batch_axis_sizes, schedule.microbatches, "microbatches")
         checks.check_key(key)
         is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key)))
         return (traced if is_traced else compiled)(params, batch, key)

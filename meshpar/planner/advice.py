@@ -52,9 +52,9 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
                 f"links within a node are {ratio:.3g} times as fast as links between nodes, and the state fits on "
                 f"{group} nodes: hsdp() gathers weights within a group"
             )
-    if work.rows < devices:
+    if work.examples < devices:
         lines.append(
-            f"a batch of {work.rows} is too small for {devices} GPUs: add tensor_parallel(sequence=True) within a "
+            f"a batch of {work.examples} is too small for {devices} GPUs: add tensor_parallel(sequence=True) within a "
             "node, context_parallel() or a pipeline"
         )
     layer = work.compute_itemsize * sum(leaf.size // leaf.num_layers for leaf in work.leaves if leaf.is_stacked)
@@ -69,7 +69,7 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
 
 def _attention_advice(work: Workload, cluster: Cluster) -> Iterator[str]:
     """Yield advice if attention without a library kernel takes a tenth of the compute at the rate measured for it."""
-    rate, share = STEP.loop_share * cluster.gpu.bf16_flops_per_s, work.rows / cluster.num_devices
+    rate, share = STEP.loop_share * cluster.gpu.bf16_flops_per_s, work.examples / cluster.num_devices
     attention_s = work.products_flops * share / rate
     compute_s = work.model_flops * share / (MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s)
     if attention_s > compute_s / 10:
@@ -90,7 +90,7 @@ def _pipeline_advice(work: Workload, cluster: Cluster, limit_bytes: int, layer: 
     # Two gathers and a reduce-scatter of all weights over all links of a node, and matmuls at the assumed rate.
     sent = (2 * work.compute_itemsize + 4) * sum(leaf.size for leaf in work.leaves if leaf.is_stacked)
     rate = min(cluster.gpus_per_node * cluster.across.bytes_per_s, cluster.inside.bytes_per_s)
-    network_s, compute_s = sent / rate, work.model_flops * work.rows / cluster.num_devices
+    network_s, compute_s = sent / rate, work.model_flops * work.examples / cluster.num_devices
     compute_s /= MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s
     if network_s > compute_s:
         yield (

@@ -169,9 +169,9 @@ class Placed:
     def _execution(self, layout: Layout) -> Execution:
         work, options = self.workload, layout.options(StepOptions(precision=self.workload.precision))
         step = engine_of(self.strategy, options, self.batch_axes).describe(self, options)
-        rows = work.rows // (self.batch_shards * step.microbatches)
+        examples = work.examples // (self.batch_shards * step.microbatches)
         step = dataclasses.replace(
-            step.with_examples(rows, None if work.tokens is None else rows * (work.seq_len or 0)),
+            step.with_examples(examples, None if work.tokens is None else examples * (work.seq_len or 0)),
             weights=step.weights if step.pipeline is None else step.stage_weights,
             experts_per_token=work.experts_per_token, nodes_visited=work.nodes_visited, row_bytes=work.row_bytes,
             vocab_chunks=self.vocab_chunks,
@@ -197,9 +197,9 @@ def looked_up(step: Execution) -> Weight | None:
         if weight.leaf.is_table:
             vocab, width = _table_axes(step, weight)
             tokens = step.tokens // step.num_shards(step.sequence_axes)
-            rows = weight.leaf.size_of("vocab") // step.num_shards(vocab)
+            vocab_size = weight.leaf.size_of("vocab") // step.num_shards(vocab)
             is_possible = width and set(width) <= set(step.batch_axes) and set(step.sequence_axes) <= set(vocab)
-            if is_possible and exchange_is_cheaper(tokens, rows, step.compute_dtype(weight.decision)):
+            if is_possible and exchange_is_cheaper(tokens, vocab_size, step.compute_dtype(weight.decision)):
                 return weight
     return None
 

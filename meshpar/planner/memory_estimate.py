@@ -75,23 +75,23 @@ class MemoryEstimate(Plain):
 def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """Return the memory per device under a layout."""
     work, step = placed.workload, placed.execution(layout)
-    rows = step.rows
-    saved = int(rows * sum(nbytes for nbytes, array in _saved(placed, step.remat) if array.layers))
+    examples = step.examples
+    saved = int(examples * sum(nbytes for nbytes, array in _saved(placed, step.remat) if array.layers))
     # Without remat, a layer with prefetched weights recomputes the activations of its MLP.
     policy = "stages" if step.layers_ahead and step.remat is None else None
     per_layer = [(nbytes / array.layers, array) for nbytes, array in _saved(placed, policy) if array.layers]
-    recomputed = int(rows * sum(nbytes for nbytes, array in per_layer if not array.is_routed))
+    recomputed = int(examples * sum(nbytes for nbytes, array in per_layer if not array.is_routed))
     # The number of tokens per micro-step decides whether rows of the table are exchanged.
     key = step.micro_steps > 1, step.layers_ahead, step.exchanges_rows, step.batch_slices
     weights = placed.once(key, lambda: _weight_bytes(placed, step))
-    logits, fresh = _logits_bytes(placed, rows), max(recomputed - saved // work.num_layers, 0)
+    logits, fresh = _logits_bytes(placed, examples), max(recomputed - saved // work.num_layers, 0)
     is_twice = step.layers_ahead and step.remat is not None
     live = 2 * fresh // step.batch_slices if is_twice else fresh
     head = logits + weights.head + weights.table + fresh * bool(step.layers_ahead)
     layer = weights.layer + weights.table + live + logits * (not weights.gathers_head)
-    layer += _routed_bytes(placed, step, rows)
-    layer += int(rows * work.scores_bytes) // step.num_shards({*step.tensor_axes, *step.context_axes})
-    residual = rows * placed.once("residual", lambda: residual_row_bytes(placed))
+    layer += _routed_bytes(placed, step, examples)
+    layer += int(examples * work.scores_bytes) // step.num_shards({*step.tensor_axes, *step.context_axes})
+    residual = examples * placed.once("residual", lambda: residual_row_bytes(placed))
     if step.tensor_axes:
         layer += int(residual * (MEMORY.partial_sums + MEMORY.gathered * bool(step.sequence_axes)))
     if step.sequence_axes and step.layers_ahead and step.batch_slices > 1:
@@ -99,9 +99,9 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     small = residual / work.compute_itemsize
     partial_sums = 8 * MEMORY.split_parts * int(max(weights.small, small if small <= MEMORY.most_split else 0))
     if placed.strategy.pipeline is not None:
-        saved = _staged(placed, saved, rows) + _deferred_expert_grads(placed, step)
+        saved = _staged(placed, saved, examples) + _deferred_expert_grads(placed, step)
         # A tick slot with a forward and a backward pass runs a layer of each at a time.
-        layer = _routed_bytes(placed, step, rows) * (2 if stage_load(placed.strategy.pipeline).together else 1)
+        layer = _routed_bytes(placed, step, examples) * (2 if stage_load(placed.strategy.pipeline).together else 1)
         # Gradients of parameters outside the layers, which are full on each stage.
         for weight in placed.weights:
             if not weight.leaf.is_stacked:
@@ -182,7 +182,7 @@ def _weight_bytes(placed: Placed, step: Execution) -> _WeightBytes:
     )  # fmt: skip
 
 
-def _staged(placed: Placed, saved: int, rows: int) -> int:
+def _staged(placed: Placed, saved: int, examples: int) -> int:
     """Return the bytes of saved activations on the busiest stage, and of the inputs of deferred weight gradients."""
     work, pipeline = placed.workload, placed.strategy.pipeline
     assert pipeline is not None
@@ -195,7 +195,7 @@ def _staged(placed: Placed, saved: int, rows: int) -> int:
         for nbytes, array in _saved(placed, "stages")
         if array.layers and array.itemsize == itemsize and not array.is_routed
     )
-    deferred = rows * (sum(inputs) + residual * 4 / itemsize * bool(work.experts_per_token))
+    deferred = examples * (sum(inputs) + residual * 4 / itemsize * bool(work.experts_per_token))
     # A single buffer slot is written in place. With several slots, the new value exists outside the slot first. If no W
     # is deferred, the inputs of one layer exist while it runs.
     copies = MEMORY.handed_twice + (load.deferred > load.chunk)
@@ -292,7 +292,7 @@ def gather_axes(step: Execution, weight: Weight) -> set[str]:
     return sharded - set(step.tensor_axes) - set(owned_axes(step, weight.decision))
 
 
-def _logits_bytes(placed: Placed, rows: int) -> int:
+def _logits_bytes(placed: Placed, examples: int) -> int:
     """Return the bytes of the logits' gradient; with vocabulary chunks, also of the logits and the input gradient."""
     work = placed.workload
     if work.vocab_chunk is not None:
@@ -302,16 +302,16 @@ def _logits_bytes(placed: Placed, rows: int) -> int:
             Activation(("seq", "act_embed"), (work.seq_len or 1, width), 4, 0, is_routed=False)
         )
         logits = placed.logits_per_row() / placed.vocab_chunks * (4 + work.compute_itemsize)
-        return int(rows * (logits + input_grad))
+        return int(examples * (logits + input_grad))
     outside = (
         nbytes / array.itemsize
         for nbytes, array in _saved(placed, None)
         if not array.layers and array.names[-1:] == ("act_vocab",)
     )
-    return int(rows * work.compute_itemsize * max(outside, default=0))
+    return int(examples * work.compute_itemsize * max(outside, default=0))
 
 
-def _routed_bytes(placed: Placed, step: Execution, rows: int) -> int:
+def _routed_bytes(placed: Placed, step: Execution, examples: int) -> int:
     """Return the bytes of routed tokens in one layer: the buffers of dispatch and combine, and expert activations."""
     work, tokens = placed.workload, step.tokens
     if not work.experts_per_token or not tokens:
@@ -320,7 +320,7 @@ def _routed_bytes(placed: Placed, step: Execution, rows: int) -> int:
     ranks = step.num_shards(step.ordered(expert_axes))
     # The buffers fit any routing. Expert activations need memory for the actual tokens only.
     routed = [(nbytes, array) for nbytes, array in _saved(placed, "stages") if array.layers and array.is_routed]
-    activations = rows * sum(nbytes / array.layers for nbytes, array in routed)
+    activations = examples * sum(nbytes / array.layers for nbytes, array in routed)
     routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
     width = max(leaf.size_of("embed") for leaf in routers)
     buffers = dropless_bytes(

@@ -104,7 +104,7 @@ class Plan(Plain):
         return Plan(
             layout=candidate.layout, peak_bytes=compiled.peak_bytes if compiled else candidate.memory.peak_bytes,
             step_s=step_s, bound=candidate.time.bound, exposed_s=numbers.exposed_s, sent_bytes=numbers.sent_bytes,
-            tokens_per_s=tokens, utilisation=work.model_flops * work.rows / peak_flops,
+            tokens_per_s=tokens, utilisation=work.model_flops * work.examples / peak_flops,
             memory=candidate.memory.to_json(), compiled=compiled,
         )  # fmt: skip
 
@@ -384,7 +384,7 @@ def _traceable(search: Search, loss: Callable[..., Any], top: int) -> Iterator[C
 
 def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     work, mesh = search.workload, layout.mesh.abstract(search.cluster.num_devices)
-    batch, variables = batch_of(work.batch, work.rows // layout.accumulate), work.model.abstract()
+    batch, variables = batch_of(work.batch, work.examples // layout.accumulate), work.model.abstract()
     try:
         with traced_for(search.cluster), tracing(mesh, layout.strategy):
             value = value_of(work.model, loss, work.precision, layout.remat, layout.batch_slices)
@@ -399,8 +399,8 @@ def _nothing_fits(search: Search) -> MeshparError:
     work, cluster, limit = search.workload, search.cluster, search.limit_bytes
     if search.smallest is None:
         num = cluster.num_devices
-        divisible = [size for size in (work.rows // num * num, -(-work.rows // num) * num) if size]
-        fewer = max((size for size in range(1, num) if work.rows % size == 0), default=1)
+        divisible = [size for size in (work.examples // num * num, -(-work.examples // num) * num) if size]
+        fewer = max((size for size in range(1, num) if work.examples % size == 0), default=1)
         reason = "no mesh of its GPUs divides this model and batch"
         fix = f"use a batch of {' or '.join(map(str, divisible))}, or {fewer} of the {num} GPUs"
     else:
@@ -416,7 +416,7 @@ def _nothing_fits(search: Search) -> MeshparError:
             nodes = -(-sharded * cluster.nodes // available)
             name = f"{cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}"
             fix = f"use about {nodes} nodes, --cluster {name}, or a larger GPU"
-    requested = f"train {sum(leaf.size for leaf in work.leaves):,} parameters with a batch of {work.rows}"
+    requested = f"train {sum(leaf.size for leaf in work.leaves):,} parameters with a batch of {work.examples}"
     return problem(f"plan for `{cluster.name}`", requested, reason, fix, code="does-not-fit")
 
 

@@ -117,10 +117,13 @@ def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growt
     for scaling in SCALINGS:
         nodes = 1
         while (num := nodes * cluster.gpus_per_node) <= max_gpus:
-            rows = work.rows if scaling == "strong" else work.rows * num // cluster.num_devices
-            if rows:
-                pod, job = dataclasses.replace(cluster, nodes=nodes, axes={}, permutes={}), with_rows(work, rows)
-                per_gpu = (rows if job.tokens is None else job.tokens) / num
+            examples = work.examples if scaling == "strong" else work.examples * num // cluster.num_devices
+            if examples:
+                pod, job = (
+                    dataclasses.replace(cluster, nodes=nodes, axes={}, permutes={}),
+                    with_examples(work, examples),
+                )
+                per_gpu = (examples if job.tokens is None else job.tokens) / num
                 sizes += [
                     Size(
                         scaling=scaling, num_gpus=num, kind=kind, layout=candidate.layout.label,
@@ -141,10 +144,10 @@ def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growt
     return Growth(gpu=cluster.gpu.name, sizes=tuple(sizes), rates=rates)
 
 
-def with_rows(work: Workload, rows: int) -> Workload:
-    """Return the workload of the same step on a batch of `rows` examples."""
-    tokens = None if work.seq_len is None else rows * work.seq_len
-    return dataclasses.replace(work, rows=rows, tokens=tokens, batch=batch_of(work.batch, rows))
+def with_examples(work: Workload, examples: int) -> Workload:
+    """Return the workload of the same step with this number of examples."""
+    tokens = None if work.seq_len is None else examples * work.seq_len
+    return dataclasses.replace(work, examples=examples, tokens=tokens, batch=batch_of(work.batch, examples))
 
 
 def best_by_kind(search: Search) -> Mapping[str, Candidate]:

@@ -269,7 +269,7 @@ class Search:
         compute_s: Any = self._matmuls_s(placed, pipelines, self.limit_bytes - state - unsharded, shards)
         moved = (
             STEP.passes
-            * work.rows
+            * work.examples
             * sum(array.row_bytes for array in work.activations[None])
             / self.cluster.num_devices
         )
@@ -282,7 +282,7 @@ class Search:
         hidden = np.array([hidden_of_weights(step, is_ahead=is_ahead) for is_ahead in prefetched])
         cover = np.array([STEP.cover_prefetched if is_ahead else STEP.cover for is_ahead in prefetched])
         microbatches = np.array([1 if each is None else each.microbatches for each in pipelines])
-        can_slice = work.runs_layers & (work.rows >= SLICES * microbatches * shards(step.batch_axes))
+        can_slice = work.runs_layers & (work.examples >= SLICES * microbatches * shards(step.batch_axes))
         hidden_s = weights_s * hidden + activations_s * np.where(can_slice, STEP.hidden["interleaved"], 0.0)
         return np.stack([compute_s + weights_s + activations_s - np.minimum(hidden_s, cover * compute_s), state])
 
@@ -306,17 +306,15 @@ class Search:
         }
         if placed.strategy.pipeline is None:
             return min(floors.values())
-        rows = work.rows / shards((*spec.batch_axes, *spec.context_axes, *spec.tensor_axes))
+        examples = work.examples / shards((*spec.batch_axes, *spec.context_axes, *spec.tensor_axes))
         schedules = [_ScheduleEstimate.of(pipeline) for pipeline in pipelines if pipeline is not None]
         saved, deferred = np.array([schedule[2:] for schedule in schedules]).T
         itemsize = work.compute_itemsize
-        inputs = (
-            rows * deferred * sum(array.row_bytes for array in work.activations["stages"] if array.itemsize == itemsize)
-        )
+        inputs = examples * deferred * sum(x.row_bytes for x in work.activations["stages"] if x.itemsize == itemsize)
         time_s: Any = np.inf
         for remat, floor_s in floors.items():
             row_bytes = sum(array.row_bytes for array in work.activations[remat])
-            needed = rows * saved * row_bytes * SEARCH.stage_memory + inputs
+            needed = examples * saved * row_bytes * SEARCH.stage_memory + inputs
             time_s = np.where(needed <= available_bytes, floor_s, np.minimum(time_s, floor_s * SEARCH.misfit_time))
         return time_s
 
@@ -372,7 +370,7 @@ class Search:
         """Yield the strategies of a mesh under which the loss can be evaluated."""
         work = self.workload
         space = SearchSpace(
-            sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers,
+            sizes=sizes, examples=work.examples, seq_len=work.seq_len, num_layers=work.num_layers,
             is_node_first=work.nodes_visited is not None,
         )  # fmt: skip
         for strategy in candidates(space):
@@ -386,7 +384,7 @@ class Search:
         are tried if the step would be faster than `below_s` without exposed messages.
         """
         work, is_undivided = self.workload, placed.strategy.pipeline is not None or not self.workload.is_divisible
-        counts = [1] if is_undivided else _divisors(work.rows // placed.batch_shards)
+        counts = [1] if is_undivided else _divisors(work.examples // placed.batch_shards)
         spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
@@ -395,7 +393,9 @@ class Search:
                     continue
                 time = self.clock.estimate(placed, layout, estimate)
                 yield Candidate(layout=layout, memory=estimate, time=time)
-                can_slice = work.rows % (placed.batch_shards * layout.microbatches * SLICES) == 0 and work.runs_layers
+                can_slice = (
+                    work.examples % (placed.batch_shards * layout.microbatches * SLICES) == 0 and work.runs_layers
+                )
                 if can_slice and time.step_s - sum(time.exposed_s.values()) < below_s:
                     sliced = dataclasses.replace(layout, batch_slices=SLICES)
                     sliced_time = self.clock.estimate(placed, sliced, estimate)
@@ -424,7 +424,7 @@ class Search:
             try:
                 placed = self.placer.place(sizes, strategy)
                 is_undivided = strategy.pipeline is not None or not self.workload.is_divisible
-                max_steps = 1 if is_undivided else max(1, self.workload.rows // placed.batch_shards)
+                max_steps = 1 if is_undivided else max(1, self.workload.examples // placed.batch_shards)
                 layout = Layout(mesh=_spec(sizes), strategy=strategy)
                 candidates += [
                     self.estimate(dataclasses.replace(layout, remat=remat, accumulate=accumulate))
@@ -451,13 +451,13 @@ class Search:
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
         pieces = placed.batch_shards * layout.microbatches * layout.batch_slices
-        if self.workload.rows % pieces:
+        if self.workload.examples % pieces:
             per_rank = layout.microbatches * layout.batch_slices
             raise problem(
                 layout.label,
-                f"divide a batch of {self.workload.rows} examples",
+                f"divide a batch of {self.workload.examples} examples",
                 f"{placed.batch_shards} ranks with {per_rank} micro-steps and slices each need a multiple of {pieces}",
-                f"use a batch of {-(-self.workload.rows // pieces) * pieces}, or fewer micro-steps or slices",
+                f"use a batch of {-(-self.workload.examples // pieces) * pieces}, or fewer micro-steps or slices",
                 code="indivisible",
             )
         used = {axis for rules in layout.strategy.rules for axis in rules.axes}
@@ -492,7 +492,7 @@ class Search:
                 used = {axis for spec in specs for axis in axes_of_spec(spec)}
                 # A parallelism without rules for parameters shards the batch only.
                 has_use = (used & set(part.axes) or not _shards_params(part) for part in strategy.parts)
-                if self.workload.rows % placed.batch_shards == 0 and all(has_use):
+                if self.workload.examples % placed.batch_shards == 0 and all(has_use):
                     return True
         return False
 

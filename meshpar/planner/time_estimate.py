@@ -157,7 +157,7 @@ class Clock:
         outside = (flops - forward - 2 * work.attention[None]) / rate
         outside += work.wide_flops[remat] * (1 / wide_rate - 1 / rate)
         time_s = outside + forward / forward_rate + backward / backward_rate
-        return time_s * work.rows / self.cluster.num_devices
+        return time_s * work.examples / self.cluster.num_devices
 
     def attention_kernel(self, work: Workload) -> AttentionKernel:
         """Return the library kernel of attention. tokamax selects its Mosaic kernels from Hopper on."""
@@ -167,7 +167,7 @@ class Clock:
 
     def products_bytes(self, work: Workload, remat: Remat) -> float:
         """Return the bytes that a device moves for matmuls of two activations, such as queries and keys."""
-        return STEP.product_passes * work.products_bytes[remat] * work.rows / self.cluster.num_devices
+        return STEP.product_passes * work.products_bytes[remat] * work.examples / self.cluster.num_devices
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Return whether a step needs so much memory that XLA's scheduler starts messages late."""
@@ -239,18 +239,18 @@ class Clock:
     def _moved_bytes(self, placed: Placed, step: Execution, memory: MemoryEstimate) -> float:
         """Return the bytes that kernels other than dense matmuls move per step."""
         work, stages = placed.workload, step.pipeline.stages if step.pipeline else 1
-        rows = work.rows // placed.batch_shards
-        activations = rows * sum(placed.activation_row_bytes["stages"]) / stages
+        examples = work.examples // placed.batch_shards
+        activations = examples * sum(placed.activation_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are computed twice
-            activations += rows * 2 * 4 * placed.logits_per_row()
+            activations += examples * 2 * 4 * placed.logits_per_row()
         passes, state_passes = STEP.passes, STEP.state_passes
         if self.cluster.is_shared:
             passes, state_passes = STEP.shared_passes, STEP.shared_state_passes
         moved = passes * activations + state_passes * memory.state_bytes + memory.copies_bytes * (1 + step.micro_steps)
-        saved = rows * sum(placed.activation_row_bytes[step.remat]) / stages
+        saved = examples * sum(placed.activation_row_bytes[step.remat]) / stages
         moved += STEP.shared_saved_passes * saved * self.cluster.is_shared
         moved += self.products_bytes(work, step.remat)
-        moved += STEP.cast_bytes * work.narrowed * work.rows / self.cluster.num_devices
+        moved += STEP.cast_bytes * work.narrowed * work.examples / self.cluster.num_devices
         return moved + step.microbatches * self._expert_bytes(placed, step) / stages
 
     def _expert_bytes(self, placed: Placed, step: Execution) -> float:
@@ -278,7 +278,7 @@ class Clock:
         These are the activations of microbatches; gradients of embedding and head, which are replicated over stages;
         and weights of chunks that the schedule places on other stages, with their gradients.
         """
-        yield timing.hops, step.rows * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
+        yield timing.hops, step.examples * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
         rounds = math.ceil(math.log2(timing.stages))
         for weight in placed.weights:
             decision = weight.decision
@@ -332,7 +332,7 @@ def matmul_size(step: Execution) -> float:
     weights = [weight for weight, leaf in leaves if leaf.is_stacked and leaf.layer_ndim > 1]
     elements = [layer_elements(step, weight.decision, gather_axes(step, weight)) for weight in weights]
     mean = sum(size * size for size in elements) / max(sum(elements), 1)
-    tokens = (step.tokens or step.rows or 1) / step.batch_slices
+    tokens = (step.tokens or step.examples or 1) / step.batch_slices
     return max(tokens * max(mean, 1), 1) ** (1 / 3)
 
 

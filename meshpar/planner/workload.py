@@ -33,8 +33,8 @@ from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for
 from meshpar.parallel import ddp
-from meshpar.parallel.batch import check_rows, shape_of
-from meshpar.parallel.execution import rows_and_tokens, with_layers
+from meshpar.parallel.batch import check_examples, shape_of
+from meshpar.parallel.execution import examples_and_tokens, with_layers
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import tracing
 from meshpar.sharding.jaxprs import equations, has_scope
@@ -98,7 +98,7 @@ class Workload:
     """Shapes of the global batch."""
     is_divisible: bool
     """Whether the loss can be evaluated on a part of the batch, as micro-steps and stages do."""
-    rows: int
+    examples: int
     tokens: int | None
     """Number of tokens in the global batch, if any."""
     flops: Mapping[Remat, float]
@@ -147,7 +147,7 @@ class Workload:
     @property
     def seq_len(self) -> int | None:
         """Tokens per example."""
-        return None if self.tokens is None else self.tokens // self.rows
+        return None if self.tokens is None else self.tokens // self.examples
 
     @property
     def num_layers(self) -> int:
@@ -198,9 +198,9 @@ def describe(
     remat: Remat = None,
 ) -> Workload:
     """Trace a training step and return its `Workload`. Arguments as for `plan`. Errors of the model are not caught."""
-    check_rows(batch, {}, 1, "examples", takes_scalars=True)
+    check_examples(batch, {}, 1, "examples", takes_scalars=True)
     batch = jax.tree.map(shape_of, batch)
-    rows, tokens = rows_and_tokens(batch)
+    examples, tokens = examples_and_tokens(batch)
     with tracing(mesh := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     params = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
@@ -211,10 +211,10 @@ def describe(
     # A prime that divides no other dim marks the batch dim.
     dims = {n for leaf in leaves for n in leaf.shape} | {n for x in jax.tree.leaves(batch) for n in x.shape[1:]}
     marker = next(n for n in _PRIMES if all(size % n for size in dims if size))
-    seq_len = None if tokens is None else tokens // rows
+    seq_len = None if tokens is None else tokens // examples
     small_batch = batch_of(batch, marker)
     arrays = (params, variables.extra, small_batch, jax.ShapeDtypeStruct((2,), np.uint32))
-    labelled = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
+    labelled = functools.partial(_labelled, leaves=leaves, examples=marker, seq_len=seq_len)
     # Trace the CPU form of grouped matmuls, which counts the FLOPs of the actual tokens only.
     with traced_for(cluster), compiled_for("cpu"), tracing(mesh, ddp()):
         terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
@@ -250,7 +250,7 @@ def describe(
     return Workload(
         model=described,
         is_divisible=loss_is is not None or not (examination.combined or isinstance(terms.loss, ScalarLoss)),
-        leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
+        leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, examples=examples,
         tokens=tokens, flops=flops, attention=attention, uses_tokamax=has_scope(forward_jaxpr, flash.SCOPE),
         wide_flops=wide, products_flops=counted[None].products / marker, products_bytes=products_bytes,
         scores_bytes=products.largest_bytes / marker, model_flops=3 * forward,
@@ -262,37 +262,37 @@ def describe(
     )  # fmt: skip
 
 
-def batch_of(batch: PyTree, rows: int) -> PyTree:
+def batch_of(batch: PyTree, examples: int) -> PyTree:
     """Return the shapes of a batch with this number of examples. Scalars are unchanged."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.shape else (), x.dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]) if x.shape else (), x.dtype), batch)
 
 
 def _by_policy(
     value: Callable[[Remat], Any],
     arrays: PyTree,
     labelled: Callable[..., Iterator[Activation]],
-    rows: int,
+    examples: int,
     itemsize: int,
     policies: Sequence[Remat],
 ) -> tuple[dict[Remat, _Counts], dict[Remat | Literal["stages"], tuple[Activation, ...]], bool]:
     """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
 
     `value` returns the loss function for a policy, `arrays` are its arguments, `labelled` converts saved arrays to
-    activations. `rows` is the number of examples, and `itemsize` the size of the compute dtype.
+    activations. `examples` is the number of examples, and `itemsize` the size of the compute dtype.
     """
     scans: list[Any] = []
 
-    def run(layer: Any, x: Any, rows: Any) -> Any:
+    def run(layer: Any, x: Any, examples: Any) -> Any:
         scans.append(layer)
-        return scanned(layer, x, rows)
+        return scanned(layer, x, examples)
 
     counted: dict[Remat, _Counts] = {}
     activations: dict[Remat | Literal["stages"], tuple[Activation, ...]] = {}
     for remat in policies:
-        counted[remat], saved = _saved(value(remat), arrays, rows, itemsize)
+        counted[remat], saved = _saved(value(remat), arrays, examples, itemsize)
         activations[remat] = tuple(labelled(saved, is_all=remat is None))
     with running(StageRunner(run)):
-        _, saved = _saved(value(None), arrays, rows, itemsize)
+        _, saved = _saved(value(None), arrays, examples, itemsize)
     return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 
 
@@ -360,7 +360,7 @@ class _Counts(NamedTuple):
 
 
 def _saved(
-    value: Callable[..., jax.Array], arrays: tuple[Any, ...], rows: int, itemsize: int
+    value: Callable[..., jax.Array], arrays: tuple[Any, ...], examples: int, itemsize: int
 ) -> tuple[_Counts, list[Any]]:
     """Return the work of loss and gradients, and the saved arrays."""
 
@@ -370,7 +370,7 @@ def _saved(
 
     jaxpr, (_, saved) = jax.make_jaxpr(both, return_shape=True)(*arrays)
     narrow = sum(flops for flops, _ in _narrow(jaxpr.jaxpr))
-    products = activation_products(jaxpr.jaxpr, rows)
+    products = activation_products(jaxpr.jaxpr, examples)
     wide = wide_flops(jaxpr.jaxpr, itemsize)
     return _Counts(
         matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow, wide, products.flops, products.nbytes
@@ -404,7 +404,7 @@ def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
 
 
 def _labelled(
-    saved: Sequence[Any], leaves: Sequence[Leaf], rows: int, seq_len: int | None, *, is_all: bool
+    saved: Sequence[Any], leaves: Sequence[Leaf], examples: int, seq_len: int | None, *, is_all: bool
 ) -> Iterator[Activation]:
     """Yield the saved activations with their logical names. Weights and tables are skipped.
 
@@ -412,10 +412,10 @@ def _labelled(
     """
     stacks = {leaf.num_layers for leaf in leaves} - {1}
     for array in saved:
-        batch_dim = next((dim for dim, size in enumerate(array.shape) if size and size % rows == 0), None)
+        batch_dim = next((dim for dim, size in enumerate(array.shape) if size and size % examples == 0), None)
         if batch_dim is None:
             continue
-        times, shape = array.shape[batch_dim] // rows, tuple(array.shape[batch_dim + 1 :])
+        times, shape = array.shape[batch_dim] // examples, tuple(array.shape[batch_dim + 1 :])
         is_routed = times > 1 and (seq_len is None or times != seq_len)
         if times == 1 and seq_len is not None and shape[:1] == (seq_len,):
             times, shape = seq_len, shape[1:]

@@ -23,7 +23,7 @@ from meshpar.layers.losses import (
 )
 from meshpar.layers.precision import NUMERICS, dot_general
 from meshpar.layers.remat import remat_policy
-from meshpar.parallel.batch import as_given, rows_of
+from meshpar.parallel.batch import as_given, examples_of
 from meshpar.sharding.activations import constrain_module_outputs
 from meshpar.sharding.context import Boundaries
 from meshpar.sharding.errors import named, near_or, problem
@@ -141,4 +141,4 @@ def _constraining_modules(
 
 def batch_sizes(batch: PyTree) -> set[int]:
     """Return the sizes of the first dims of the arrays of a batch."""
-    return {np.shape(x)[0] for x in jax.tree.leaves(rows_of(batch)) if np.ndim(x)}
+    return {np.shape(x)[0] for x in jax.tree.leaves(examples_of(batch)) if np.ndim(x)}

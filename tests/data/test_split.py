@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar.data.split import DocumentSplit, split_rows
+from meshpar.data.split import DocumentSplit, split_examples
 from meshpar.data.text import Document
 from tests.errors import raises
 
@@ -73,7 +73,7 @@ def test_split_matches_recorded_values():
     # A different split would move validation data of existing runs into training.
     names = [f"{i}.txt" for i in range(40)]
     assert held_out(documents(names), 0.2) == {f"{i}.txt" for i in (1, 7, 13, 14, 23, 26, 30)}
-    assert split_rows(20, 0.25)[1].tolist() == [2, 4, 6, 8, 18]
+    assert split_examples(20, 0.25)[1].tolist() == [2, 4, 6, 8, 18]
 
 
 def test_split_cuts_the_end_of_a_single_document():
@@ -95,11 +95,11 @@ def test_split_rejects_fractions_outside_0_and_1(fraction):
     with raises("out-of-range"):
         split(documents(["a", "b"]), fraction)
     with raises("out-of-range"):
-        split_rows(10, fraction)
+        split_examples(10, fraction)
 
 
 @given(st.integers(2, 2000), FRACTIONS)
-def test_split_rows_keeps_all_rows(num_rows, fraction):
-    train, valid = split_rows(num_rows, fraction)
+def test_split_examples_keeps_all_examples(num_rows, fraction):
+    train, valid = split_examples(num_rows, fraction)
     assert np.array_equal(np.sort(np.concatenate([train, valid])), np.arange(num_rows))
     assert len(valid) == min(max(round(num_rows * fraction), 1), num_rows - 1)

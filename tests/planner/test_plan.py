@@ -37,7 +37,7 @@ from meshpar.planner.advice import advice
 from meshpar.planner.calibration import MEMORY, SEARCH, STEP
 from meshpar.planner.layout import Layout, Placer, rules_key
 from meshpar.planner.plan import Compiled, Plan, _nothing_fits, _verified, load_plans
-from meshpar.planner.scaling import with_rows
+from meshpar.planner.scaling import with_examples
 from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import Clock, elements_per_expert, experts, matmul_size, schedule_timing
 from meshpar.planner.workload import POLICIES, describe
@@ -180,7 +180,7 @@ def test_8_bit_matmuls_take_half_of_the_time(small):
     half = dataclasses.replace(small, narrow_share=dict.fromkeys(small.narrow_share, 0.5))
     saved_s = clock.floor_s(small, None) - clock.floor_s(half, None)
     rate = clock.rates.efficiency * clock.rates.peak_flops_per_s(16)
-    assert saved_s == pytest.approx(0.25 * small.flops[None] * small.rows / 8 / rate, rel=1e-3)
+    assert saved_s == pytest.approx(0.25 * small.flops[None] * small.examples / 8 / rate, rel=1e-3)
 
 
 def test_plans_without_a_field_have_its_default(small):
@@ -241,7 +241,7 @@ def estimated(case):
         how |= {name: getattr(moe, name, None) for name in ("nodes_visited", "row_bytes")} | {"remat": remat}
         _DESCRIBED[key] = describe(model, batch, recipe.loss, **how)
     rows = recipe.batch_size
-    work = dataclasses.replace(_DESCRIBED[key], batch=batch, rows=rows, tokens=rows * batch["inputs"].shape[1])
+    work = dataclasses.replace(_DESCRIBED[key], batch=batch, examples=rows, tokens=rows * batch["inputs"].shape[1])
     sizes = recipe.mesh.resolve(cluster.num_devices)
     count = 1 if recipe.strategy.pipeline else options.accumulate
     cut = {"remat": options.remat, "accumulate": count, "batch_slices": options.batch_slices}
@@ -507,7 +507,7 @@ def test_host_devices_reduce_input_gradients_per_matmul(small):
     host = dataclasses.replace(parse_cluster("h100:1x4"), is_shared=True)
     there, here = (Search(small, one).estimate(layout).time for one in (parse_cluster("h100:1x4"), host))
     placed = Search(small, host).placer.place(layout.mesh.resolve(4), layout.strategy)
-    nbytes = memory.residual_row_bytes(placed) * small.rows
+    nbytes = memory.residual_row_bytes(placed) * small.examples
     more = (here.sent_bytes["tensor"] - there.sent_bytes["tensor"]) / (2 * 3 / 4 * nbytes)
     layers, forward = small.num_layers, 2 * small.num_layers + 1
     assert more == pytest.approx(2 * (forward + 5 * layers + 1) - (forward + 2 * layers), rel=0.01)
@@ -577,7 +577,7 @@ def exhaustive(search):
                 layout = Layout(mesh=mp.MeshSpec(**sizes), strategy=strategy, **cut)
                 try:
                     placed = search.placer.place(sizes, strategy)
-                    if work.rows % (placed.batch_shards * layout.microbatches * slices):
+                    if work.examples % (placed.batch_shards * layout.microbatches * slices):
                         continue
                     held = memory.estimate(placed, layout)
                     if held.peak_bytes <= search.limit_bytes:
@@ -600,7 +600,7 @@ def test_search_matches_enumeration(small):
 
 def test_search_interleaves_where_it_is_faster(small):
     """Slices help if messages of tensor parallelism are exposed, but not for messages of weights."""
-    search = Search(with_rows(small, 4096), parse_cluster("h100:1x8"))
+    search = Search(with_examples(small, 4096), parse_cluster("h100:1x8"))
     for strategy, mesh, slices in (
         (mp.fsdp() | mp.tensor_parallel(), {"fsdp": 4, "tensor": 2}, {1, 2}),
         (mp.fsdp(prefetch=1), {"fsdp": 8}, {1}),
@@ -614,7 +614,7 @@ def test_search_interleaves_where_it_is_faster(small):
         beaten = search.of(placed, below_s=0.0)  # no slices if the time without messages is above the limit
         assert {one.layout.batch_slices for one in beaten} == {1}
     for rows in (8, 4100):  # one example per part, and a batch that two slices do not divide
-        search = Search(with_rows(small, rows), parse_cluster("h100:1x8"))
+        search = Search(with_examples(small, rows), parse_cluster("h100:1x8"))
         placed = search.placer.place(dict(mp.MeshSpec(fsdp=4, tensor=2)), mp.fsdp() | mp.tensor_parallel())
         assert all(rows % (4 * one.layout.accumulate * one.layout.batch_slices) == 0 for one in search.of(placed))
 
@@ -685,7 +685,7 @@ def test_interleaved_matmuls_use_the_rate_of_their_size(small):
     rows=st.sampled_from([4, 8, 16, 24]),
 )  # fmt: skip
 def test_search_matches_enumeration_on_small_clusters(small, nodes, per_node, memory_bytes, rows):
-    search = Search(with_rows(small, rows), with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
+    search = Search(with_examples(small, rows), with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
     best, quickest = search.best(1), exhaustive(search)
     assert bool(best) == bool(quickest)
     if best:
@@ -882,7 +882,7 @@ def test_why_not_rejects_invalid_arguments(plans, change, code):
 def test_plan_accepts_scalars_in_the_batch(small):
     scalar = {**tokens(16, 64), "temperature": jax.ShapeDtypeStruct((), np.float32)}
     described = describe(CONFIG.build(), scalar, next_token_loss, tx=small.tx, precision=BF16)
-    for field in ("rows", "tokens", "flops", "activations", "seq_len"):
+    for field in ("examples", "tokens", "flops", "activations", "seq_len"):
         assert getattr(described, field) == getattr(small, field), field
 
 

@@ -14,7 +14,7 @@ import meshpar as mp
 from meshpar import plots
 from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.models import next_token_loss
-from meshpar.planner.scaling import Growth, Size, grow, kind_of, with_rows
+from meshpar.planner.scaling import Growth, Size, grow, kind_of, with_examples
 from meshpar.planner.search import Search
 from meshpar.planner.workload import describe
 from tests.errors import raises
@@ -42,7 +42,7 @@ def test_growth_sizes_match_the_search(work, grown):
     }
     for scaling, rows in (("strong", 16), ("weak", 64)):
         found = [one for one in grown.sizes if (one.scaling, one.num_gpus) == (scaling, 32)]
-        (best,) = Search(with_rows(work, rows), parse_cluster("h100:4x8")).best(1)
+        (best,) = Search(with_examples(work, rows), parse_cluster("h100:4x8")).best(1)
         quickest = min(found, key=lambda one: one.step_s)
         assert best.time.step_s <= quickest.step_s
         if len(best.layout.strategy.parts) <= 2:

@@ -26,8 +26,8 @@ def described(strategy, options, **axes):
 @pytest.mark.parametrize(
     ("strategy", "axes", "options", "expected"),
     [
-        (mp.fsdp(), {"fsdp": 4}, {}, {"rows": 8, "tokens": 128, "num_exchanges": 1}),
-        (mp.fsdp(), {"fsdp": 4}, {"accumulate": 2}, {"rows": 4, "num_exchanges": 2, "gathers_once": False}),
+        (mp.fsdp(), {"fsdp": 4}, {}, {"examples": 8, "tokens": 128, "num_exchanges": 1}),
+        (mp.fsdp(), {"fsdp": 4}, {"accumulate": 2}, {"examples": 4, "num_exchanges": 2, "gathers_once": False}),
         (mp.fsdp(), {"fsdp": 4}, {"accumulate": 2, "reduce_gradients": "once"},
          {"num_exchanges": 1, "gathers_once": True, "divides_batch": True}),
         (mp.hsdp(), {"data": 2, "fsdp": 4}, {"accumulate": 2}, {"deferred_axes": ("data",), "is_by_device": False}),
@@ -50,7 +50,7 @@ def test_engines_resolve_options(strategy, axes, options, expected):
 
 def test_a_pipeline_records_the_uses_of_its_stages():
     execution = described(mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp(), {}, stage=2, fsdp=2)
-    assert (execution.microbatches, execution.rows, execution.gathers_once) == (4, 4, True)
+    assert (execution.microbatches, execution.examples, execution.gathers_once) == (4, 4, True)
     uses = execution.stage_uses
     assert uses.first == {"embed/embedding"}
     assert uses.last == {"final_norm/scale", "head/kernel"}
@@ -62,5 +62,5 @@ def test_a_description_is_a_short_comparable_value():
     execution = described(mp.fsdp(), {"accumulate": 2}, fsdp=4)
     assert "micro_steps=2" in repr(execution)
     assert len(repr(execution)) < 1000
-    assert str(execution).splitlines()[1:] == ["batch_axes: ('fsdp',)", "micro_steps: 2", "rows: 4", "tokens: 64"]
+    assert str(execution).splitlines()[1:] == ["batch_axes: ('fsdp',)", "micro_steps: 2", "examples: 4", "tokens: 64"]
     assert dataclasses.replace(execution) == execution != described(mp.fsdp(), {}, fsdp=4)

@@ -78,7 +78,7 @@ def _of_tokens(
             if maximum:
                 yield ExpectedCollective(
                     role=SCALES, kind=kind, axes=(axis,), scattered=(axis,) if kind == "sum" and is_gathered else (),
-                    may_all_reduce=is_gathered, elements=step.tokens_or_rows // slices or 1,
+                    may_all_reduce=is_gathered, elements=step.tokens_or_examples // slices or 1,
                     multiple=step.tokens is None, dtype=step.wire(dtype), count=(minimum * runs, maximum * runs),
                     tensors=(decision.path,),
                 )  # fmt: skip

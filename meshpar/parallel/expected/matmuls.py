@@ -172,7 +172,7 @@ def _activation_collective(
         return ExpectedCollective(
             role=role, kind=kind, axes=(axis,), scattered=(axis,) if kind == "sum" and by_sequence else (),
             may_all_reduce=may_all_reduce if by_sequence else False,
-            elements=width * max(1, step.tokens_or_rows // slices), multiple=step.tokens is None,
+            elements=width * max(1, step.tokens_or_examples // slices), multiple=step.tokens is None,
             dtype=step.wire(step.compute_dtype(tensors[0])), count=(minimum * runs, maximum * runs),
             tensors=tuple(decision.path for decision in tensors),
         )  # fmt: skip

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import running
-from meshpar.parallel.batch import split_rows
+from meshpar.parallel.batch import split_examples
 from meshpar.parallel.execution import Execution
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import problem
@@ -237,7 +237,7 @@ def _local_sums(
     micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples)
     if inner_axes := tuple(axis for axis in setup.batch_axes if axis not in axes):
         layout = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(inner_axes))
-        micro_batches = jax.tree.map(lambda x: split_rows(x, count, layout), examples)
+        micro_batches = jax.tree.map(lambda x: split_examples(x, count, layout), examples)
     keys = local_key[None] if count == 1 else micro_keys(local_key, count)
     where = f"{setup.strategy.label}, train_step(accumulate={count}, reduce_gradients={options.reduce_gradients!r})"
     sizes = {axis: setup.sizes[axis] for axis in axes}

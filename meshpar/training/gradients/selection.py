@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshpar.layers.remat import offloads
-from meshpar.parallel.batch import rows_of
+from meshpar.parallel.batch import examples_of
 from meshpar.parallel.execution import Execution
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.errors import problem
@@ -70,7 +70,7 @@ def check_setup(setup: Setup, options: StepOptions) -> None:
 
 def describe(setup: Setup, options: StepOptions, batch: PyTree = ()) -> Execution:
     """Return how the engine of a step executes it, on a global batch of arrays or shapes."""
-    return engine_of_setup(setup, options).describe(setup, options).for_batch(rows_of(batch))
+    return engine_of_setup(setup, options).describe(setup, options).for_batch(examples_of(batch))
 
 
 def engine_of_setup(setup: Setup, options: StepOptions) -> GradientEngine:

@@ -24,7 +24,7 @@ from meshpar.hardware.compile_options import APART, IN_PLACE, Options
 from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import Aux, Layer, StageRunner, running, scanned, with_aux
-from meshpar.parallel.batch import check_rows
+from meshpar.parallel.batch import check_examples
 from meshpar.parallel.execution import Execution, StageUses
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
@@ -59,7 +59,7 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     _check(setup, schedule, pipeline)
     count, slices = schedule.microbatches, options.batch_slices
     unit = "microbatches" if slices == 1 else f"slices (microbatches={count}, batch_slices={slices})"
-    check_rows(batch, {axis: setup.sizes[axis] for axis in batch_axes}, count * slices, unit)
+    check_examples(batch, {axis: setup.sizes[axis] for axis in batch_axes}, count * slices, unit)
     chunked = _ChunkedModel.of(setup, schedule, pipeline)
     epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
     layers, others = chunked.partition([decision.path for decision in setup.table.params])

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from meshpar.layers.losses import Evaluate, Loss, MicrobatchTotals
-from meshpar.parallel.batch import StepBatch, split_rows
+from meshpar.parallel.batch import StepBatch, split_examples
 from meshpar.sharding.types import PyTree
 from meshpar.training.accumulation import accumulated, compute_params, constrained, grad_specs, micro_keys, micro_step
 from meshpar.training.gradients.engine import Feature, GradientEngine
@@ -29,19 +29,19 @@ def gradients(
 
     if options.accumulate == 1:
         return step(state.extra, batch, key)
-    micro_batches = jax.tree.map(lambda x: split_rows(x, options.accumulate, setup.batch_sharding), batch.rows)
+    micro_batches = jax.tree.map(lambda x: split_examples(x, options.accumulate, setup.batch_sharding), batch.examples)
     keys = micro_keys(key, options.accumulate)
 
-    def evaluate(terms: Evaluate, args: tuple[PyTree, PyTree], rows: PyTree, key: jax.Array) -> Any:
-        return terms(*args, StepBatch(rows, batch.full), key)
+    def evaluate(terms: Evaluate, args: tuple[PyTree, PyTree], examples: PyTree, key: jax.Array) -> Any:
+        return terms(*args, StepBatch(examples, batch.full), key)
 
     where = f"train_step(accumulate={options.accumulate})"
     loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys, axes={})
 
-    def step_of_rows(extra: PyTree, rows: PyTree, key: jax.Array) -> MicrobatchTotals:
-        return step(extra, StepBatch(rows, batch.full), key)
+    def step_of_examples(extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
+        return step(extra, StepBatch(examples, batch.full), key)
 
-    return accumulated(step_of_rows, state.extra, micro_batches, keys).replace(count=options.accumulate)
+    return accumulated(step_of_examples, state.extra, micro_batches, keys).replace(count=options.accumulate)
 
 
 ENGINE = GradientEngine(gradients, supports=frozenset(Feature))
