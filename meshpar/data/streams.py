@@ -245,11 +245,10 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Streams:
     where, requested, fix = "`TextData.cache`", f"read {folder}", f"delete {folder}; the next run creates it again"
     info = read_json(folder / "about.json", where, fix, requested=requested)
     try:
-        expected, names = info.pop("fingerprint"), [*SIDES, "held_out", "skipped"]
-        is_complete = info.keys() >= {*names} and all(info[side].keys() >= {*COUNTS} for side in SIDES)
+        expected = info.pop("fingerprint")
         with (folder / "train.tokens").open("rb") as train, (folder / "valid.tokens").open("rb") as valid:
             streams = _mapped_streams([train, valid], tokenizer, info)
-        reason = "" if is_complete and streams.fingerprint == expected else "its tokens do not match about.json"
+        reason = "" if streams.fingerprint == expected else "its tokens do not match about.json"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:

@@ -136,7 +136,8 @@ def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, b
         root = path
         paths = [p for p in root.rglob("*") if p.suffix in suffixes and not _is_hidden(p.relative_to(root))]
     elif glob.has_magic(entry):
-        root, paths = _globbed(os.path.expanduser(entry))
+        parts = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        root, paths = Path(*parts), [Path(match) for match in glob.glob(str(path), recursive=True)]
     else:
         reason = f"it is not a file, a folder, a glob or the word `{STDLIB}`"
         hint = near(entry, [STDLIB])
@@ -180,21 +181,6 @@ def _remote_matches(url: str, suffixes: Sequence[str], where: str) -> Iterator[t
     copies = remote.fetch({f"{url.partition(':')[0]}://{name}": info for name, info in objects.items()}, where)
     for name, path in zip(objects, copies, strict=True):
         yield path, len(Path(name.removeprefix(f"{root}/")).parts), False
-
-
-def _globbed(pattern: str) -> tuple[Path, list[Path]]:
-    """Return the folder before the first wildcard of a glob, and the matches in it.
-
-    Hidden files match only if a component of the glob starts with a dot, as in a shell. `**` does not follow links to
-    folders, which may form cycles.
-    """
-    parts = Path(pattern).parts
-    root = Path(os.path.abspath(Path(*parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))])))
-    parts = Path(os.path.abspath(pattern)).parts[len(root.parts) :]
-    parts = tuple(part for i, part in enumerate(parts) if part != "**" or parts[i - 1 : i] != ("**",))
-    relative = "/".join([*parts, "*"] if parts[-1] == "**" else parts)
-    has_hidden = any(part.startswith(".") for part in parts)
-    return root, [path for path in root.glob(relative) if has_hidden or not _is_hidden(path.relative_to(root))]
 
 
 def _is_hidden(relative: Path) -> bool:

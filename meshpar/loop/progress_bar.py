@@ -44,9 +44,7 @@ class ProgressBar(Hook):
         if jax.process_index() != 0:
             return
         self._out = self._stream or sys.stdout
-        if self._out is None or self._out.closed:
-            self._out = None
-        elif self._out.isatty() and os.environ.get("TERM") != "dumb":
+        if self._out.isatty() and os.environ.get("TERM") != "dumb":
             self._bar = _rich_bar(self._out, run)
             self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="")
             self._bar.start()

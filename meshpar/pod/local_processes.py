@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO, Any
 
 from meshpar.pod import signals as interrupts
 from meshpar.sharding.errors import check_divides, problem
 
 PARENT = "MESHPAR_PARENT"
 """Environment variable of a local process: the id of its parent."""
-FAILURE_FILE = "MESHPAR_NEWS"
-"""Environment variable: descriptor of a file in which the parent writes which local process has failed."""
-GRACE_S = 20.0
+GRACE_S = 10.0
 """Seconds that the other processes have to end after a process failed, before they are killed."""
 RESTART_GRACE_S = 2.0
 """Value of `GRACE_S` before a restart. Waiting longer is useless: without the lost process, no process can save."""
@@ -56,17 +51,14 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         envs = [_environment(number, processes, port=port, began_with=began_with) for number in range(processes)]
-        with tempfile.TemporaryFile(buffering=0) as failure_file:
-            # Each process has its own session, so that only this process receives Ctrl-C, and passes it on once.
-            options: dict[str, Any] = {"start_new_session": True, "pass_fds": [failure_file.fileno()]}
-            failure_env = {FAILURE_FILE: str(failure_file.fileno())}
-            started = [subprocess.Popen([*COMMAND, *args], env={**env, **failure_env}, **options) for env in envs]
-            try:
-                code = _wait(started, watch, RESTART_GRACE_S if restarts else GRACE_S, failure_file)
-            finally:
-                for process in started:
-                    process.kill()
-                    process.wait()
+        # Each process has its own session, so that only this process receives Ctrl-C, and passes it on once.
+        started = [subprocess.Popen([*COMMAND, *args], env=env, start_new_session=True) for env in envs]
+        try:
+            code = _wait(started, watch, RESTART_GRACE_S if restarts else GRACE_S)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
         # A single process has no watchdog, so its exit code 1 is an error.
         is_lost = code < 0 or (code == _GIVEN_UP and processes > 1)
         if not is_lost or not restarts or (watch is not None and watch.received is not None):
@@ -82,43 +74,21 @@ def _survivors(processes: int, began_with: int) -> int:
 
 
 def follow_parent() -> None:
-    """Start a thread that ends this process after the loss of its parent or of a local process.
-
-    Before this process has joined the pod, it ends without a message, because the parent has already printed the loss.
-    Later, its watchdog prints the loss. The watchdog alone would detect the loss late, so the parent informs it.
-    """
+    """Start a thread that ends this process after the loss of its parent."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
-    failure_file = int(os.environ[FAILURE_FILE])
 
     def follow() -> None:
-        is_reported = False
         while os.getppid() == int(parent):
-            if not is_reported and (text := os.pread(failure_file, 100, 0)):
-                # Not at the start of the thread: the main thread sets the environment of jax before it imports jax.
-                from meshpar.pod import watchdog
-
-                is_reported = True
-                process, code = json.loads(text)
-                watch = watchdog.current()
-                if watch is None:
-                    os._exit(watchdog.EXIT_CODE)
-                if code < 0:
-                    watch.without(process, cause=f"was killed ({signal.Signals(-code).name})")
             time.sleep(_FOLLOW_S)
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=follow, name="meshpar-parent", daemon=True).start()
 
 
-def _wait(
-    started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, failure_file: IO[bytes]
-) -> int:
-    """Wait until all processes have ended. Return the exit code of the first that failed, or 0.
-
-    A failure is written to the file `failure_file`, which all processes read.
-    """
+def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float) -> int:
+    """Wait until all processes have ended. Return the exit code of the first that failed, or 0."""
     failed: int | None = None
     kill_at = float("inf")
     is_passed_on = False
@@ -127,22 +97,21 @@ def _wait(
             is_passed_on = True
             for process in started:
                 process.send_signal(watch.received)
-        if failed is None and (failed := _first_failed(started, failure_file)) is not None:
+        if failed is None and (failed := _first_failed(started)) is not None:
             kill_at = time.monotonic() + grace_s
         if time.monotonic() > kill_at:
             for process in started:
                 process.kill()
         time.sleep(_POLL_S)
-    return _first_failed(started, failure_file) or 0 if failed is None else failed
+    return _first_failed(started) or 0 if failed is None else failed
 
 
-def _first_failed(started: Sequence[subprocess.Popen[bytes]], failure_file: IO[bytes]) -> int | None:
-    """Return the exit code of a failed process, or None. Print the failure, and write it to the file `failure_file`."""
+def _first_failed(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Return the exit code of a failed process, or None. Print the failure."""
     for number, process in enumerate(started):
         if code := process.poll():
             cause = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             print(f"meshpar: process {number} of {len(started)} ended with {cause}", file=sys.stderr, flush=True)
-            failure_file.write(json.dumps([number, code]).encode())
             return code
     return None
 

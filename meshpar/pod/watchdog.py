@@ -150,7 +150,7 @@ class Watchdog:
         """Times of the steps of this process."""
         self.comparison: HostTimes | None = None
         """On process 0, the newest comparison of all processes."""
-        self._count, self._num_gone, self._code = 0, 0, EXIT_CODE
+        self._count, self._code = 0, EXIT_CODE
         self._failed: dict[str, Any] | None = None
         self._agreed: int | None = None
         self._detector = FailureDetector(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
@@ -300,8 +300,7 @@ class Watchdog:
             return
         deadline = time.monotonic() + _GRACE_S
         with contextlib.suppress(Exception):
-            num_live = self._pod.num_processes - self._num_gone
-            while time.monotonic() < deadline and len(self._pod.children("left")) < num_live:
+            while time.monotonic() < deadline and len(self._pod.children("left")) < self._pod.num_processes:
                 time.sleep(BEAT_S / 10)
         time.sleep(BEAT_S / 10)  # the last process ends shortly after its announcement
 
@@ -309,14 +308,6 @@ class Watchdog:
         self._coordinator_responds = False
         name = f"process 0 of {self._pod.num_processes}, the coordinator at {self._pod.coordinator},"
         self._end(f"{name} is gone: it died or was killed")
-
-    def without(self, number: int, *, cause: str) -> None:
-        """End this process because process `number` is gone. `cause` completes the message: "was killed (SIGKILL)"."""
-        if number == 0:
-            self._end_without_coordinator()
-        else:
-            self._num_gone = 1
-            self._end(f"process {number} of {self._pod.num_processes} {cause}")
 
     def _end(self, verdict: str) -> None:
         if not self._leaving.acquire(blocking=False):
@@ -343,7 +334,7 @@ class Watchdog:
         """Write the error and the stacks of all threads to `log`, or to a temporary file."""
         try:
             path = str(self.log)
-            file = os.open(self.log or "", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            file = os.open(self.log or "", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError:
             file, path = tempfile.mkstemp(prefix=f"meshpar-process-{self._pod.process_id}-", suffix=".log")
         if self._failed is not None:

@@ -418,9 +418,3 @@ def test_xla_message_before_an_abort_is_shown():
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in done.stderr
-
-
-@pytest.mark.matrix
-def test_command_works_with_closed_standard_streams():
-    command = 'exec "$0" -m meshpar.cli.main doctor <&- >&- 2>&-'
-    assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0

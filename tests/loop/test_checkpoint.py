@@ -210,30 +210,6 @@ def test_keep_removes_older_checkpoints(tmp_path, setup):
     assert Checkpoints(tmp_path).steps() == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("how", "last_step"),
-    [("removed", 3), ("renamed", 3), ("emptied", 3), ("removed", 2)],
-)
-def test_lost_folder_is_reported_at_the_next_save(tmp_path, setup, how, last_step):
-    """With `last_step` 2, the folder is lost after the last save of a run, which then writes the checkpoint again."""
-    folder, last = tmp_path / "checkpoints", trained(setup, last_step)
-    with Checkpoints(folder) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(trained(setup, step), wait=True)
-        if how == "renamed":
-            folder.rename(tmp_path / "elsewhere")
-        else:
-            shutil.rmtree(folder)
-        if how == "emptied":
-            folder.mkdir()
-        with pytest.warns(UserWarning, match="checkpoints was removed, .* of step 2 is gone") as warned:
-            checkpoints.save(last, wait=True)
-        assert len(warned) == 1
-        assert not checkpoints.save(last, wait=True)
-        assert checkpoints.steps() == [last_step]
-        assert_same(checkpoints.restore(setup).state, on_host(last))
-
-
 def test_file_in_place_of_the_folder_fails_the_save(tmp_path, setup):
     """If the save started, orbax would retry for minutes in the background."""
     folder = tmp_path / "checkpoints"
@@ -241,7 +217,7 @@ def test_file_in_place_of_the_folder_fails_the_save(tmp_path, setup):
         checkpoints.save(trained(setup, 1), wait=True)
         shutil.rmtree(folder)
         folder.touch()
-        with pytest.warns(UserWarning, match="of step 1 is gone"), raises("write-failed"):
+        with raises("write-failed"):
             checkpoints.save(trained(setup, 2))
         folder.unlink()
         assert checkpoints.save(trained(setup, 2), wait=True)
