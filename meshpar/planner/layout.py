@@ -69,7 +69,7 @@ class Layout:
         return layout
 
     def options(self, step: StepOptions) -> StepOptions:
-        """Return options of a step with those of the layout."""
+        """Return the options of a step, with the options of the layout in place of its own."""
         return dataclasses.replace(step, accumulate=self.accumulate, remat=self.remat, batch_slices=self.batch_slices)
 
     @property
@@ -133,13 +133,13 @@ class Placed:
         return total
 
     def row_bytes(self, activation: Activation) -> float:
-        """Return the bytes of a saved activation on one device, for each example of the local batch."""
+        """Return the bytes of a saved activation per device and example of the local batch."""
         leaf = Leaf(path="activation", shape=activation.shape, dtype=_DTYPE, names=activation.names)
         return activation.row_bytes / self.resolved(leaf, self.strategy.activations, key=activation[:2]).shards
 
     @functools.cached_property
     def activation_row_bytes(self) -> Mapping[Remat | Literal["stages"], tuple[float, ...]]:
-        """For each remat policy, `row_bytes` of its saved activations, in the order of the workload."""
+        """For each remat policy, `row_bytes` of the saved activations, in the order of the workload."""
         return {
             remat: tuple(map(self.row_bytes, activations)) for remat, activations in self.workload.activations.items()
         }
@@ -179,7 +179,7 @@ class Placed:
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
     def sent(self, step: Execution) -> Iterator[tuple[ExpectedCollective, float]]:
-        """Yield the collectives of XLA and of kernels in a step, each with the fraction that runs on one stage."""
+        """Yield the collectives of XLA and of kernels in a step, each with the fraction that runs on a stage."""
         fraction, strategy = 1.0, self.strategy
         for expected_collectives in (leaves.expected_collectives, scales.expected_collectives, _rows_sent):
             yield from ((expected, 1.0) for expected in expected_collectives(step))
@@ -248,7 +248,7 @@ def _rows_sent(step: Execution) -> Iterator[ExpectedCollective]:
 
 @functools.lru_cache(maxsize=1024)
 def rules_key(part: Parallelism) -> tuple[str, ...]:
-    """Return a key that is equal for parallelisms with the same rules."""
+    """Return a key. Parallelisms with the same rules have equal keys."""
     return tuple(map(repr, part.rules()))
 
 

@@ -1,6 +1,6 @@
-"""Training and evaluation steps: loss, gradients and optimizer update as one compiled program.
+"""Training and evaluation steps: loss, gradients and optimizer update as a compiled program.
 
-`meshpar.training.gradients` holds the engines that compute gradients. With several micro-steps,
+The engines in `meshpar.training.gradients` compute gradients. With more than one micro-step,
 `reduce_gradients="each_microbatch"` reduces the gradients of every micro-step and accumulates shards, which needs the
 least memory. `"once"` accumulates unreduced gradients on every device and reduces them after the loop, which needs the
 least communication. Gradients of complex parameters are conjugated before the update, so that optimizers descend.
@@ -62,7 +62,7 @@ _Options = ParamSpec("_Options")
 
 
 class _Program(abc.ABC):
-    """A function of (state, batch) that is compiled once per setup."""
+    """A function of (state, batch), compiled once per setup."""
 
     def __init__(self, xla: Options, parts: tuple[int, str] = (1, "micro-steps")) -> None:
         self._xla, self._parts = xla, parts
@@ -92,7 +92,7 @@ class _Program(abc.ABC):
                 self._check_loss(state, batch)
             except Exception as error:
                 if getattr(error, "code", None) not in REFUSALS:
-                    program.trace(state, batch)  # an error of the step itself comes first
+                    program.trace(state, batch)  # report an error of the step first
                 raise
             if not setup.has_free_activations and self._may_constrain_outputs(setup):
                 program.trace(state, batch)  # jit reuses this trace for the call
@@ -348,7 +348,7 @@ def _shapes(batch: PyTree) -> str:
 def _optimizer_update(
     setup: Setup, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, PyTree]:
-    """Return the optimizer's updates and new state. Pass only the `extra_args` that the optimizer takes."""
+    """Return the optimizer's updates and new state. Pass only the `extra_args` that the optimizer accepts."""
     update = optax.with_extra_args_support(setup.tx).update
     parameters = inspect.signature(update).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -388,7 +388,7 @@ def _update(
     loss = mean(totals.loss)
     metrics = {"loss": loss, **{name: x if is_counted(x) else mean(x) for name, x in totals.metrics.items()}}
     # With ZeRO-1 and ZeRO-2, parameters are replicated and optimizer state is sharded. Each device updates its shard,
-    # and the output sharding of the new parameters causes one all-gather each.
+    # and the output sharding of each new parameter causes an all-gather.
     old = constrained(setup.trained(state.params), shards)
     # For complex parameters, jax returns the conjugate of the direction of steepest ascent.
     grads = jax.tree.map(lambda g, p: jnp.conj(mean(g)).astype(p.dtype), constrained(totals.grads, shards), old)

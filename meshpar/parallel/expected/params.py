@@ -177,7 +177,7 @@ def reduced(step: Execution, weight: Weight) -> ExpectedCollective | None:
     counts: dict[str, tuple[int, int]] = {}
     # The accumulated gradients have the sharding of the gradient rules. Over the other axes XLA may accumulate first
     # and reduce once.
-    accumulates = step.microbatches > 1 and not step.gathers_once
+    accumulates = step.num_exchanges > 1
     always_scattered = scattered & set(split_axes(step, weight.grads)) if accumulates else scattered
     if accumulates:
         counts |= dict.fromkeys(partial - always_scattered, (stack, uses * runs))
