@@ -811,13 +811,10 @@ def test_plans_for_tokens_give_days_and_cost(plans, tmp_path):
     [
         ("plans", {"colour": 1}),
         ("plans", {"rates": None}),
-        ("plans", {"considered": "x"}),
-        ("plans", {"advice": "begin"}),
         ("plan", {"step_seconds": 1.0}),
         ("plan", {"layout": "fsdp=8"}),
         ("layout", {"mesh": "fsdp=8"}),
         ("layout", {"strategy": {"parts": [3]}}),
-        ("layout", {"accumulate": "2"}),
     ],
 )
 def test_load_plans_rejects_damaged_files(plans, tmp_path, part, change):
