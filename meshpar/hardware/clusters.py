@@ -221,9 +221,9 @@ class Cluster(_Measured):
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node"):
             if not is_int(count := getattr(self, field), 1) or count > MAX_NODES:
-                requested = f"have {count} {field}"[:100]
+                where = f"cluster of {self.gpu.name} with {field}={count!r:.80}"
                 reason = f"the number must be an integer from 1 to {MAX_NODES:,}"
-                raise problem(f"cluster of {self.gpu.name}", requested, reason, "write `h100:8x8`", code="out-of-range")
+                raise problem(where, "", reason, "write `h100:8x8`", code="out-of-range")
         if not 0 <= self.launch_s <= MAX_LAUNCH_S:
             reason, fix = f"the launch of a kernel takes at most {MAX_LAUNCH_S:g} s", "write seconds, as 2.5e-06"
             where, requested = f"cluster of {self.gpu.name}", f"use launch_s={self.launch_s}"

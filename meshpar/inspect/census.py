@@ -143,12 +143,12 @@ class Total:
     """Bytes that a device sends per step."""
 
 
-def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) -> tuple[Collective, ...]:
+def census(module: Module, mesh: MeshLike, schedule_counts: ScheduleCounts | None = None) -> tuple[Collective, ...]:
     """Return the collectives of a program in program order, callers before callees.
 
     A device's number in the program is its position in the mesh. Groups of a single device send nothing and are left
-    out, as are transfers to and from the host. For a pipelined program, `cells` states how often each stage runs a
-    branch.
+    out, as are transfers to and from the host. For a pipelined program, `schedule_counts` states how often each stage
+    runs a branch.
     """
     axes = axis_sizes(mesh)
     devices = module.num_partitions * module.replica_count
@@ -162,7 +162,7 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
         collective
         for visit in executed(module)
         for instruction in visit.computation
-        if (collective := _collective(module, visit, instruction, axes, cells)) is not None
+        if (collective := _collective(module, visit, instruction, axes, schedule_counts)) is not None
     )
 
 
@@ -238,7 +238,7 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...], pairwise: bool) 
 
 
 def _collective(
-    module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int], cells: ScheduleCounts | None
+    module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int], schedule_counts: ScheduleCounts | None
 ) -> Collective | None:
     kind = ins.opcode.removesuffix("-start")
     if kind not in KINDS or ins.attributes.get("is_host_transfer") == "true":
@@ -256,7 +256,7 @@ def _collective(
     op_name, source = origin.metadata.op_name, scopes.source(module, origin)
     if len(parts) == 1:
         op_name, source = parts[0].op_name, parts[0].source
-    counts = None if cells is None else cells.counts(visit)
+    counts = None if schedule_counts is None else schedule_counts.counts(visit)
     made_by = "kernel" if kind == "ragged-all-to-all" else _origin(ins.metadata.op_name, ins.name)
     if ins.frontend_attributes.get("is_spmd_generated") == "true":
         made_by = "partitioner"
@@ -271,7 +271,8 @@ def _collective(
         count_known=visit.times_known,
         loops=visit.loops,
         in_branch=any(
-            branch.share is None and (cells is None or cells.mask(branch) is None) for branch in visit.branches
+            branch.share is None and (schedule_counts is None or schedule_counts.mask(branch) is None)
+            for branch in visit.branches
         ),
         op_name=op_name,
         module=scopes.module_path(op_name),

@@ -198,7 +198,7 @@ def _explain(
             model_flops=flops,
             times=times,
             reason=reason,
-            cells=counts,
+            schedule_counts=counts,
             cluster=cluster,
         ),
         findings=tuple(findings),

@@ -22,7 +22,7 @@ import numpy as np
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.module import Module
 from meshpar.inspect.hlo.walk import Branch, Visit, executed
-from meshpar.pipeline.executor import CELL, IF_FIRST, IF_LAST, SENDS, Plan
+from meshpar.pipeline.executor import CELL, IF_FIRST, IF_LAST, SENDS, TickPlan
 from meshpar.pipeline.traffic import makespan
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import B, F
@@ -35,7 +35,7 @@ class ScheduleCounts:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._plan = Plan.of(schedule)
+        self._plan = TickPlan.of(schedule)
 
     def counts(self, visit: Visit) -> tuple[int, ...] | None:
         """Return how often each stage runs a computation per step, or None outside the schedule's conditionals.
@@ -90,7 +90,7 @@ class ScheduleCounts:
         """Return the mask `[tick, stage]` of the slots that take a branch; None for a conditional of the model."""
         columns = self._plan.columns
         scope, last = ["", "", *scopes.components(branch.op_name)[:-1]][-2:]  # the two innermost scopes
-        if last == CELL and branch.of == len(self._plan.cells):
+        if last == CELL and branch.of == len(self._plan.op_sets):
             return columns.branch == branch.index
         if branch.of != 2:
             return None

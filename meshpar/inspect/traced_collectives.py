@@ -72,9 +72,9 @@ class _Place:
             yield jaxpr, _Place(inner, sizes, scope)
 
 
-def messages(jaxpr: Any, cells: ScheduleCounts | None = None) -> tuple[Message, ...]:
+def messages(jaxpr: Any, schedule_counts: ScheduleCounts | None = None) -> tuple[Message, ...]:
     """Return the collectives that a function calls explicitly, with their counts per run of the function."""
-    return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), cells))  # type: ignore[arg-type]
+    return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), schedule_counts))  # type: ignore[arg-type]
 
 
 def enters(jaxpr: Any, scope: str) -> bool:
@@ -93,26 +93,26 @@ def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
     return tuple(dataclasses.replace(m, count=m.count_by_stage[stage]) if m.count_by_stage else m for m in sent)
 
 
-def _sent(jaxpr: Any, place: _Place, cells: ScheduleCounts | None) -> Iterator[Message]:
+def _sent(jaxpr: Any, place: _Place, schedule_counts: ScheduleCounts | None) -> Iterator[Message]:
     for eqn in jaxpr.eqns:
         # Strip the prefixes and suffixes that jax adds for array types.
         base = eqn.primitive.name.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant")
         kind = _KINDS.get(base.rstrip("2"))
         if kind is not None:
-            yield from _messages(kind, eqn, place, cells)
+            yield from _messages(kind, eqn, place, schedule_counts)
             continue
         for inner, where in place.inside(eqn):
-            yield from _sent(inner, where, cells)
+            yield from _sent(inner, where, schedule_counts)
 
 
-def _messages(kind: str, eqn: Any, place: _Place, cells: ScheduleCounts | None) -> Iterator[Message]:
+def _messages(kind: str, eqn: Any, place: _Place, schedule_counts: ScheduleCounts | None) -> Iterator[Message]:
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = named if isinstance(named, tuple | list) else (named,)
     axes = tuple(axis for axis, size in place.sizes.items() if axis in named and size > 1)
     if not axes:
         return
     visit = place.visit
-    by_stage = None if cells is None else cells.counts(visit)
+    by_stage = None if schedule_counts is None else schedule_counts.counts(visit)
     count = max(by_stage) if by_stage else visit.times if visit.times_known else math.inf
     sizes = [math.prod(x.aval.shape) for x in eqn.invars]
     if kind == "ragged-all-to-all":  # operands: a send buffer, a receive buffer, offsets and sizes

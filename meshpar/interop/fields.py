@@ -27,7 +27,7 @@ def bad_value(
 ) -> Exception:
     """Return the error for an invalid or unsupported value of a field."""
     shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-    return problem(f"{where}, `{name[:60]}`", f"be {shown}", reason, fix, code)
+    return problem(f"{where}, `{name[:60]}` = {shown}", "", reason, fix, code)
 
 
 @dataclasses.dataclass(frozen=True)

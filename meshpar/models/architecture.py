@@ -102,7 +102,7 @@ class LongRope:
         for name in ("short_factor", "long_factor"):
             if not isinstance(factors := getattr(self, name), tuple):
                 reason, fix = "it must be a tuple with a factor for each pair of dimensions", f"use {name}=(1.0, ...)"
-                raise problem(f"LongRope({name}=...)", f"be {factors!r:.100}", reason, fix, code="wrong-type")
+                raise problem(f"LongRope({name}={factors!r:.100})", "", reason, fix, code="wrong-type")
             for factor in factors:
                 check_number("LongRope", "1.0 for each pair of dimensions", **{name: factor})
 
@@ -129,8 +129,9 @@ class LatentAttention:
         sizes = {name: size for name, size in vars(self).items() if name != "q_rank" or size is not None}
         check_positive_int("LatentAttention", "a size", **sizes)
         if self.rope_dim % 2:
-            where, reason = "LatentAttention(rope_dim=...)", "rotary embeddings need an even number of dimensions"
-            raise problem(where, f"be {self.rope_dim}", reason, f"use {self.rope_dim + 1}", code="indivisible")
+            where = f"LatentAttention(rope_dim={self.rope_dim})"
+            reason, fix = "rotary embeddings need an even number of dimensions", f"use {self.rope_dim + 1}"
+            raise problem(where, "", reason, fix, code="indivisible")
 
     @property
     def head_dim(self) -> int:
@@ -158,7 +159,7 @@ class QueryScaling:
 
 def _check_positions(where: str, size: int) -> None:
     if size >= 2**31:
-        raise problem(where, f"be {size}", "positions are 32-bit integers", "use None for no limit", "out-of-range")
+        raise problem(where, f"use {size}", "positions are 32-bit integers", "use None for no limit", "out-of-range")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +185,9 @@ class LayerKind:
         if self.rope_theta is not None:
             check_number("LayerKind", "10_000.0, or None", rope_theta=self.rope_theta)
             if not self.has_rope:
-                where, reason = "LayerKind(rope_theta=...)", "without rotary embeddings it has no effect"
-                fix = "omit it, or use has_rope=True"
-                raise problem(where, f"be {self.rope_theta} with has_rope=False", reason, fix, code="conflict")
+                where = f"LayerKind(rope_theta={self.rope_theta}, has_rope=False)"
+                reason, fix = "without rotary embeddings rope_theta has no effect", "omit it, or use has_rope=True"
+                raise problem(where, "", reason, fix, code="conflict")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,7 +308,7 @@ class Architecture:
             check_number(where, "50.0, or None" if field in caps else "1e-5", **{field: getattr(self, field)})
         if not isinstance(self.layer_pattern, tuple) or not all(isinstance(x, LayerKind) for x in self.layer_pattern):
             reason, fix = "it must be a tuple of LayerKind", "use (LayerKind(window=512), LayerKind())"
-            raise problem(f"{where}(layer_pattern=...)", f"be {self.layer_pattern!r}", reason, fix, code="wrong-type")
+            raise problem(f"{where}(layer_pattern={self.layer_pattern!r})", "", reason, fix, code="wrong-type")
         check_bool(where, "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings)
         if self.qk_norm != "all_heads":
             check_bool(where, "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
@@ -326,7 +327,7 @@ class Architecture:
         ):  # fmt: skip
             if not isinstance(value := getattr(self, field), kind | None):
                 reason, fix = f"it must be a {kind.__name__} or None", f"use {field}={kind.__name__}(...), or omit it"
-                raise problem(f"{where}({field}=...)", f"be {value!r}", reason, fix, code="wrong-type")
+                raise problem(f"{where}({field}={value!r})", "", reason, fix, code="wrong-type")
         for is_wrong, field, reason, fix, code in self._conflicts():
             if is_wrong:
                 value = getattr(self, field)

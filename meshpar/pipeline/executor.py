@@ -126,7 +126,7 @@ class Columns(NamedTuple):
     arrives: Any
     deferred_weight_grads: Any
     branch: Any
-    """Index in `Plan.cells` of the ops in a tick."""
+    """Index in `TickPlan.op_sets` of the ops in a tick."""
     chunk: Any
     receive_buffer: Any
     microbatch: Any
@@ -138,25 +138,25 @@ class Columns(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class TickPlan:
     """Table and buffer slots of a schedule, as arrays that a scan over ticks reads."""
 
     schedule: Schedule
     slots: Slots
-    cells: tuple[tuple[bool, ...], ...]
+    op_sets: tuple[tuple[bool, ...], ...]
     """Distinct combinations of ops in a tick: (F, B, W, whether B and W are computed together for one microbatch)."""
     columns: Columns
     moves: np.ndarray
     """int32 `[tick, direction, lane]`: 1 if any stage sends."""
 
     @staticmethod
-    def of(schedule: Schedule) -> Plan:
+    def of(schedule: Schedule) -> TickPlan:
         """Return the plan of a schedule, after validating it."""
         slots = schedule.validate().slots()
         has_op = schedule.table[..., 0] >= 0
         is_full_backward = has_op[..., B] & has_op[..., W] & (slots.deferred_weight_grads[..., W] < 0)
         keys = np.concatenate([has_op, is_full_backward[..., None]], -1)
-        cells, branch = np.unique(keys.reshape(-1, 4), axis=0, return_inverse=True)
+        op_sets, branch = np.unique(keys.reshape(-1, 4), axis=0, return_inverse=True)
         stage = np.arange(schedule.stages)[None, :, None]
         columns = Columns(
             branch=branch.reshape(has_op.shape[:2]),
@@ -165,10 +165,10 @@ class Plan:
             part=np.where(has_op, schedule.parts[stage, schedule.table[..., 1]], -1),
             **{name: getattr(slots, name) for name in (*BUFFERS, "sends", "arrives")},
         )
-        return Plan(
+        return TickPlan(
             schedule=schedule,
             slots=slots,
-            cells=tuple(tuple(bool(x) for x in cell) for cell in cells),
+            op_sets=tuple(tuple(bool(x) for x in op_set) for op_set in op_sets),
             columns=jax.tree.map(lambda column: np.asarray(column, np.int32), columns),
             moves=np.any(slots.sends >= 0, axis=1).astype(np.int32),
         )
@@ -182,7 +182,7 @@ class Plan:
 class Executor:
     """Runs a plan in the per-device view, inside a `shard_map` that is manual over `axis`."""
 
-    plan: Plan
+    plan: TickPlan
     functions: Functions
     axis: str
     grad_dtype: Callable[[Any], Any]
@@ -294,7 +294,7 @@ class Executor:
     # -- A tick -------------------------------------------------------------------------------------------------------
 
     def tick(self, carry: _Carry, column: Columns, moves: jax.Array) -> _Carry:
-        branches = [self._cell(cell) for cell in self.plan.cells]
+        branches = [self._op_set(op_set) for op_set in self.plan.op_sets]
         with jax.named_scope(CELL):
             buffers = (carry.saved_activations, carry.pending_outputs, carry.deferred_weight_grads)
             totals, (saved, pending, deferred), up, down = lax.switch(
@@ -341,8 +341,8 @@ class Executor:
 
     # -- Ops ----------------------------------------------------------------------------------------------------------
 
-    def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
-        """Return the function that runs a combination of ops from `plan.cells`."""
+    def _op_set(self, kinds: Sequence[bool]) -> Callable[..., Any]:
+        """Return the function that runs a combination of ops from `plan.op_sets`."""
         has_f, has_b, has_w, is_full_backward = kinds
 
         def run(totals: StageTotals, buffers: Any, receive_buffer: PyTree, column: Columns) -> Any:

@@ -35,8 +35,8 @@ from meshpar.pipeline.executor import (
     Last,
     MicrobatchInputs,
     Params,
-    Plan,
     StageTotals,
+    TickPlan,
     micro_key,
 )
 from meshpar.pipeline.stage_placement import WeightPlacement
@@ -184,7 +184,7 @@ class _PerDevice:
             lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.entry_specs
         )
         auto = _each(lambda spec: without_axes(spec, self.manual), specs)
-        self.plan = Plan.of(run.schedule)
+        self.plan = TickPlan.of(run.schedule)
         manual = _each(_without_axes_of, self.manual_specs.chunks, self.expert_specs)
         self.gather_weights = self._gather_weights(manual, auto.chunks)
         self.executor = functools.partial(

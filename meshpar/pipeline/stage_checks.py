@@ -73,28 +73,25 @@ def checked_params(run: StagedModel, params: Any, specs: PyTree | None) -> Param
         reason, fix = f"they are a {type(params).__name__}", "pass pipeline.Params(chunks, embedding_and_head)"
         raise problem("pipeline parameters", "run the model", reason, fix, code="wrong-type")
     params = Params(*params)
-    _check_plain("pipeline parameters", params.chunks, "be trained")
+    _check_plain("pipeline parameters", params.chunks)
     num_parts = run.schedule.num_parts
     for path, x in tree_leaves_with_paths(params.chunks):
         if np.shape(x)[:1] != (num_parts,):
             where = f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0"
-            requested, reason = (
-                f"be the chunks of schedule `{run.schedule.name}`",
-                f"the schedule has {num_parts} chunks",
-            )
-            raise problem(where, requested, reason, f"stack {num_parts} chunks along the first dim", code="wrong-shape")
+            reason = f"schedule `{run.schedule.name}` has {num_parts} chunks"
+            raise problem(where, "", reason, f"stack {num_parts} chunks along the first dim", code="wrong-shape")
     if specs is not None:
         _check_specs(run, params, specs)
     return params
 
 
-def _check_plain(name: str, tree: PyTree, requested: str) -> None:
+def _check_plain(name: str, tree: PyTree) -> None:
     """Check that a tree contains no PRNG keys."""
     for path, x in tree_leaves_with_paths(tree):
         if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
             reason = "parameters, messages and their gradients must be arrays of numbers"
             fix = "draw random numbers from inputs.key, or pass jax.random.key_data(key)"
-            raise problem(f"{name}, `{path}`", f"{requested} as {x.dtype}", reason, fix, code="wrong-dtype")
+            raise problem(f"{name}, `{path}` of dtype {x.dtype}", "", reason, fix, code="wrong-dtype")
 
 
 def _check_specs(run: StagedModel, params: Params, specs: PyTree) -> None:
@@ -118,8 +115,8 @@ def _check_specs(run: StagedModel, params: Params, specs: PyTree) -> None:
                 f"the first dim must be sharded over `{run.axis}` only, and other dims over other axes that divide "
                 f"them, among {sizes}"
             )
-            where = f"{where}, `{path}` of shape {np.shape(x)}"
-            raise problem(where, f"be sharded as {spec!r}", reason, fix, code="bad-spec")
+            where = f"{where}, {spec!r} for `{path}` of shape {np.shape(x)}"
+            raise problem(where, "", reason, fix, code="bad-spec")
 
 
 def check_key(key: Any) -> None:
@@ -144,7 +141,7 @@ def checked_uses(
     """
     functions, count = run.functions, len(jax.tree.leaves(embedding_and_head))
     x = jax.eval_shape(functions.first, embedding_and_head, inputs)
-    _check_plain("result of first_fn", x, "be sent from stage to stage")
+    _check_plain("result of first_fn", x)
     y, _ = jax.eval_shape(functions.stage, chunk_params, x, inputs)
     check_alike("stage_fn", x, y)
     if run.activation_axes and not any(layout_of(functions.first, embedding_and_head, inputs)):

@@ -16,11 +16,11 @@ from typing import Any
 class MeshparError(ValueError):
     """An error caused by user input.
 
-    The message reads "`where`: cannot `requested`: `reason`. `Fix`."
+    The message reads "`where`: cannot `requested`: `reason`. `Fix`.", or "`where`: `reason`. `Fix`." without a request.
 
     Attributes:
       where: the argument, file or array that the error is about.
-      requested: the request, as an infinitive without "to".
+      requested: the request, as an infinitive without "to", or empty if `where` states it, such as `top_k=0`.
       reason: why the request cannot work.
       fix: a solution, as an imperative.
       code: a stable identifier for the kind of error, such as "unknown-axis". Tests compare the code, not the message.
@@ -37,7 +37,8 @@ class MeshparError(ValueError):
         self.where, self.requested, self.reason, self.fix, self.code = where, requested, reason, fix, code
         # A fix that starts with code keeps its case.
         sentence = fix[0].upper() + fix[1:] if re.match(r"[a-z]+ (?!install)", fix) else fix
-        super().__init__(f"{where}: cannot {requested}: {reason}. {sentence}{'' if fix.endswith('?') else '.'}")
+        request = f"cannot {requested}: " if requested else ""
+        super().__init__(f"{where}: {request}{reason}. {sentence}{'' if fix.endswith('?') else '.'}")
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str, str]]:
         # By default only the message is pickled. Test workers send errors between processes.

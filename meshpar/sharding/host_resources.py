@@ -70,7 +70,7 @@ def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that exists"
-        raise _file_problem(f"{where} `{path}`", "be written", error, fix) from None
+        raise _file_problem(f"{where} `{path}`", "write it", error, fix) from None
 
 
 def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:

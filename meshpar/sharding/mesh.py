@@ -67,7 +67,7 @@ class MeshSpec(Mapping[str, int]):
                 reason = "a size is a positive integer, or -1 for the remaining devices"
                 text = str(size).removesuffix(".0")
                 fix = f"write {name}={text if text.isdigit() and int(text) else 4}, or leave out {name}"
-                raise problem(f"MeshSpec axis `{name}`", f"have size {size!r}", reason, fix, code="not-an-int")
+                raise problem(f"MeshSpec axis `{name}` of size {size!r}", "", reason, fix, code="not-an-int")
         order = (*AXES[:-1], *(name for name in sizes if name not in AXES), AXES[-1])
         all_sizes = {name: int(sizes.get(name, 1)) for name in order}
         remaining = [name for name, size in all_sizes.items() if size == -1]
@@ -231,10 +231,13 @@ class MeshSpec(Mapping[str, int]):
         for axis in self.inside_node:
             span = math.prod(sizes[name] for name in names[names.index(axis) :])
             if sizes[axis] > 1 and any(size % span for size in node_sizes):
-                where, per_node = f"mesh axis `{axis}` ({sizes[axis]})", "/".join(map(str, sorted(node_sizes)))
+                where, per_node = (
+                    f"mesh axis `{axis}` ({sizes[axis]}) of inside_node",
+                    "/".join(map(str, sorted(node_sizes))),
+                )
                 reason = f"it spans {span} neighboring devices, and a node has {per_node}"
                 fix = f"choose a divisor of {min(node_sizes)}, or let all axes cross nodes with inside_node=()"
-                raise problem(where, "stay inside a node", reason, fix, code="indivisible")
+                raise problem(where, "", reason, fix, code="indivisible")
 
 
 def _create(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: AxisTypes = "auto") -> MeshSpec:

@@ -62,7 +62,7 @@ def parse_bytes(text: str, *, minimum: float = -math.inf) -> float:
     if value is None or not minimum <= value <= MAX_BYTES:
         limits = f"up to {MAX_BYTES:g}" if minimum == -math.inf else f"between {minimum:g} and {MAX_BYTES:g}"
         fix = "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)"
-        raise problem(f"`{text}`", "be read as bytes", f"it is not a number {limits}", fix, code="bad-syntax")
+        raise problem(f"`{text}`", "", f"it is not a number of bytes {limits}", fix, code="bad-syntax")
     return value
 
 

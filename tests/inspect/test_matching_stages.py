@@ -31,7 +31,7 @@ from meshpar.moe import MoEConfig, Routing
 from meshpar.parallel.expected.fp8_scales import SCALES
 from meshpar.parallel.strategy import Strategy
 from meshpar.pipeline import executor
-from meshpar.pipeline.executor import Plan
+from meshpar.pipeline.executor import TickPlan
 from meshpar.pipeline.traffic import traffic
 from meshpar.schedules import make
 from meshpar.sharding.types import axis_sizes
@@ -378,7 +378,7 @@ def faulty(program_of):
 
     def compile_with(fault):
         step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
-        added, sent, plan = executor._sum, executor.Executor._messages, executor.Plan.of
+        added, sent, plan = executor._sum, executor.Executor._messages, executor.TickPlan.of
 
         def reduced(totals, grads, index=None):
             return added(totals, jax.tree.map(lambda g: lax.psum(g, "data"), grads), index)
@@ -398,7 +398,7 @@ def faulty(program_of):
             elif kind == "all-gather":
                 patch.setattr(executor.Executor, "_messages", stray)
             else:
-                patch.setattr("meshpar.pipeline.gradients.Plan.of", staticmethod(eager))
+                patch.setattr("meshpar.pipeline.gradients.TickPlan.of", staticmethod(eager))
             return compile_here(step.trace(state, batch))
 
     def one(fault):
@@ -531,7 +531,7 @@ def test_ticks_do_not_copy_buffers(pod, schedule):
     table = case.strategy.pipeline.table()
     kept = {
         (count,)
-        for name, count in Plan.of(table).buffers().items()
+        for name, count in TickPlan.of(table).buffers().items()
         if name in ("saved_activations", "deferred_weight_grads")
     } - {(1,)}
     handed_on = 4 * (T * 4) * (D * 4)  # elements of the activations of a microbatch

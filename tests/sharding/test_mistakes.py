@@ -321,7 +321,7 @@ def test_mistake_is_an_early_error(name, compiled):
     error = error_of(name)
     assert not compiled
     assert str(error) == expected_messages()[name]
-    for part in (error.where, error.requested, error.reason, error.fix):
+    for part in (error.where, error.reason, error.fix):
         assert part == part.strip() != ""
     assert " at 0x" not in str(error)
 

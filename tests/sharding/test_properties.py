@@ -139,7 +139,7 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except mp.MeshparError as error:
         event("an error")
-        is_complete = all(text.strip() for text in (error.where, error.requested, error.reason, error.fix))
+        is_complete = all(text.strip() for text in (error.where, error.reason, error.fix))
         return str(error) if is_complete else f"INCOMPLETE {error}"
 
 

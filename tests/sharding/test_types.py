@@ -28,6 +28,11 @@ def test_error_message_and_fields():
     assert str(error) == ("`up/kernel` dim 1: cannot split over `tensor` (4): 66 is not a multiple of 4. Pad it to 68.")
 
 
+def test_error_without_a_request():
+    error = errors.problem("MeshSpec axis `fsdp` of size 0", "", "a size is positive", "write fsdp=4")
+    assert str(error) == "MeshSpec axis `fsdp` of size 0: a size is positive. Write fsdp=4."
+
+
 def test_error_with_a_question_as_fix():
     assert str(errors.problem("a", "b", "c", errors.near("fdsp", ["fsdp"]))).endswith("Did you mean `fsdp`?")
 

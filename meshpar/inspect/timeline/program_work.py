@@ -87,7 +87,7 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
     )
 
 
-def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
+def flops_per_step(module: Module, schedule_counts: ScheduleCounts | None = None) -> int:
     """Return the matmul FLOPs per device and step.
 
     A conditional that selects the attention window of a layer counts as the mean over layers. For other conditionals,
@@ -98,7 +98,7 @@ def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
       cells: execution counts of a pipelined program; the result is then an average over stages.
     """
     cost = _costs(module)
-    if cells is None:
+    if schedule_counts is None:
         return cost(module.entry.name)
     choices = ((ins.name, branches(computation, ins)) for computation in module for ins in computation)
     costs = {name: [cost(branch) for branch in names] for name, names in choices if names}
@@ -106,9 +106,9 @@ def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
     total = 0.0
     for visit in executed(module):
         flops = sum(_flops(visit.computation, ins) for ins in visit.computation)
-        model_branches = (b for b in visit.branches if b.share is None and cells.mask(b) is None)
+        model_branches = (b for b in visit.branches if b.share is None and schedule_counts.mask(b) is None)
         if flops and all(costliest[branch.name] == branch.index for branch in model_branches):
-            counts = cells.counts(visit)
+            counts = schedule_counts.counts(visit)
             total += flops * (visit.times if counts is None else sum(counts) / len(counts))
     return round(total)
 
@@ -147,7 +147,9 @@ def _costs(module: Module) -> Callable[[str], int]:
     return cost
 
 
-def custom_calls(module: Module, cells: ScheduleCounts | None = None, *, seen: bool = False) -> dict[str, int]:
+def custom_calls(
+    module: Module, schedule_counts: ScheduleCounts | None = None, *, seen: bool = False
+) -> dict[str, int]:
     """Return custom-call target -> calls per step, for library kernels whose FLOPs `matmuls` does not count.
 
     Args:
@@ -157,7 +159,7 @@ def custom_calls(module: Module, cells: ScheduleCounts | None = None, *, seen: b
     """
     calls: dict[str, int] = {}
     for visit in executed(module):
-        counts = None if cells is None else cells.counts(visit)
+        counts = None if schedule_counts is None else schedule_counts.counts(visit)
         times = visit.times if counts is None else max(counts)
         for ins in visit.computation:
             target = ins.attributes.get("custom_call_target", "").strip('"')

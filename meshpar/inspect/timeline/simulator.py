@@ -168,7 +168,7 @@ def timeline(
     module: Module,
     collectives: Sequence[Collective],
     cluster: Cluster,
-    cells: ScheduleCounts | None = None,
+    schedule_counts: ScheduleCounts | None = None,
     *,
     overlap_limit: int = 1,
     rates: Rates | None = None,
@@ -185,7 +185,7 @@ def timeline(
     """
     assert module.is_scheduled, "pass the compiled program instead of the lowered program"
     rates = rates or cluster.rates
-    simulation = _Simulation(module, collectives, cluster, cells, overlap_limit, rates)
+    simulation = _Simulation(module, collectives, cluster, schedule_counts, overlap_limit, rates)
     block = simulation.block(module.entry)
     return Timeline(
         cluster=cluster.name,
@@ -271,11 +271,12 @@ class _Simulation:
         module: Module,
         collectives: Sequence[Collective],
         cluster: Cluster,
-        cells: ScheduleCounts | None,
+        schedule_counts: ScheduleCounts | None,
         overlap_limit: int,
         rates: Rates,
     ) -> None:
-        self._module, self._cluster, self.cells, self._overlap_limit = module, cluster, cells, overlap_limit
+        self._module, self._cluster, self._overlap_limit = module, cluster, overlap_limit
+        self.schedule_counts = schedule_counts
         # Branches of the conditionals in the simulated tick; other conditionals take the longest branch.
         self._choice: dict[str, int] = {}
         self.roofline = Roofline(module, rates, cluster.launch_s)
@@ -382,7 +383,7 @@ class _Simulation:
         times = ins.trip_count
         self._loops.setdefault(ins.name, None)  # reserve a position before the loops in its body
         computation = self._module.computations[ins.called_as("body")[0]]
-        choices = self.cells.choices(self._module, ins.name) if self.cells is not None else None
+        choices = self.schedule_counts.choices(self._module, ins.name) if self.schedule_counts is not None else None
         if choices is not None:
             shown, total = self._ticks(computation, choices)
             start_s = self._repeat(block, total, 1)
@@ -395,7 +396,7 @@ class _Simulation:
 
     def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_ComputationRun, _ComputationRun]:
         """Simulate the tick loop of a pipeline. Return its longest tick, and all ticks averaged over stages."""
-        assert self.cells is not None
+        assert self.schedule_counts is not None
         names, picks = list(choices), np.stack(list(choices.values()), -1)  # [tick, stage, conditional]
         slots, slot_index = np.unique(picks.reshape(-1, len(names)), axis=0, return_inverse=True)
         affected = _leading_to(self._module, set(names))
@@ -408,7 +409,7 @@ class _Simulation:
         self._choice = {}
         slot_index = slot_index.reshape(picks.shape[:2])
         runs = np.bincount(slot_index.ravel(), minlength=len(slots)) / picks.shape[1]  # on the mean stage
-        length_s = self.cells.makespan(np.array([tick.duration_s for tick in blocks])[slot_index])
+        length_s = self.schedule_counts.makespan(np.array([tick.duration_s for tick in blocks])[slot_index])
         total = _ComputationRun(duration_s=length_s)
         total.spent_s["bubble"] = length_s
         for tick, times in zip(blocks, runs.tolist(), strict=True):
@@ -507,7 +508,7 @@ def _started_by(computation: Computation, done: Instruction) -> str:
 
 
 def _notes(module: Module, simulation: _Simulation) -> Iterator[str]:
-    for target, times in sorted(work.custom_calls(module, simulation.cells).items()):
+    for target, times in sorted(work.custom_calls(module, simulation.schedule_counts).items()):
         if target != "AllocateBuffer":
             yield (
                 f"`{target}` ({times} calls per step) is opaque: its time covers the bytes it reads and writes, "

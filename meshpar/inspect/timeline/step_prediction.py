@@ -118,7 +118,9 @@ def overlap(times: Timeline | None, reason: str = "") -> Overlap:
     )
 
 
-def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: ScheduleCounts | None = None) -> Bracket:
+def bracket(
+    module: Module, expected: Timeline, cluster: Cluster, schedule_counts: ScheduleCounts | None = None
+) -> Bracket:
     """Return the range of the step time, given the simulation `expected` at the cluster's expected rates."""
     sources = [f"{cluster.rates}"]
     if cluster.best_rates != cluster.rates:
@@ -132,7 +134,7 @@ def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: Schedul
     if others := [label for label in used if label not in measured]:
         sources.append(f"links of {', '.join(others)} by data sheets and NCCL's latencies")
     return Bracket(
-        low_s=timeline(module, (), cluster, cells, rates=cluster.best_rates).step_s,
+        low_s=timeline(module, (), cluster, schedule_counts, rates=cluster.best_rates).step_s,
         high_s=expected.step_s + sum(expected.hidden_s.values()),
         sources=tuple(sources),
     )
@@ -145,7 +147,7 @@ def compute(
     model_flops: ModelFlops | None = None,
     times: Timeline | None = None,
     reason: str = "",
-    cells: ScheduleCounts | None = None,
+    schedule_counts: ScheduleCounts | None = None,
     cluster: Cluster | None = None,
 ) -> Compute:
     """Return the FLOPs and the predicted time of a step.
@@ -159,9 +161,9 @@ def compute(
       cells: execution counts of a pipelined program; the results are then averages over stages.
       cluster: the cluster that `times` was simulated for. None omits the range of the step time.
     """
-    flops = work.flops_per_step(module, cells)
+    flops = work.flops_per_step(module, schedule_counts)
     model_share = model_flops.step / num_devices if model_flops is not None else None
-    opaque = work.custom_calls(module, cells)
+    opaque = work.custom_calls(module, schedule_counts)
     notes = [reason] if reason else []
     if (repeated := work.repeated_flops(module)) > 0.005 * flops:
         share = f"XLA recomputes {repeated / max(flops, 1):.0%} of the FLOPs to fit in memory"
@@ -176,7 +178,7 @@ def compute(
         flops_per_device=flops,
         model_flops_per_device=model_share,
         ratio=flops / model_share if model_share else None,
-        library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | opaque).items())),
+        library_calls=dict(sorted((work.custom_calls(module, schedule_counts, seen=True) | opaque).items())),
         notes=(*notes, *(model_flops.notes if model_flops is not None else ())),
     )
     if times is None:
@@ -185,7 +187,7 @@ def compute(
     return dataclasses.replace(
         compute,
         predicted_step_s=times.step_s,
-        bracket=bracket(module, times, cluster, cells) if cluster is not None else None,
+        bracket=bracket(module, times, cluster, schedule_counts) if cluster is not None else None,
         utilisation=model_share / peak_flops if model_share is not None and peak_flops else None,
         rates=times.rates,
         bound=times.bound,
@@ -194,5 +196,5 @@ def compute(
         launch_s=times.launch_s if cluster is not None and cluster.launch_s else None,
         network_s=dict(times.network_s),
         exposed_s=times.exposed_s,
-        bubble_s=times.bubble_s if cells is not None else None,
+        bubble_s=times.bubble_s if schedule_counts is not None else None,
     )
