@@ -269,6 +269,26 @@ def check(outcome, name, counts):
         assert (actual[name][1] != expected[name][1]).any()
 
 
+def test_gradients_have_the_block_size_of_the_values(ranks):
+    """The gradient of each kernel is the value of another kernel, here with blocks of four."""
+    options = {"axis": "x", "block": 4}
+    pairs = {
+        mc.quantized_all_gather: mc.quantized_reduce_scatter,
+        mc.quantized_reduce_scatter: mc.quantized_all_gather,
+        mc.quantized_all_reduce: mc.quantized_all_reduce,
+    }
+
+    def both(x):
+        results = []
+        for kernel, backward in pairs.items():
+            value, pull = jax.vjp(functools.partial(kernel, grad_dtype="int8", **options), x)
+            results.append((pull(value)[0], backward(value, dtype="int8", **options)))
+        return results
+
+    for gradient, expected in jax.jit(ranks(2).view(both))(normal(2, 4, 9)):
+        np.testing.assert_array_equal(gradient, expected)
+
+
 def test_all_ranks_get_the_same_bits(ranks):
     row, parts = ranks(outer=2, inner=3), normal(6, 5, 9)
     for axes in ({"axis": ("outer", "inner")}, {"axis": "inner", "outer": "outer"}):

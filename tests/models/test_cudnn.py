@@ -6,6 +6,7 @@ Values are tested on host devices with plain attention in place of the library. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -86,6 +87,21 @@ def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
 def test_cudnn_rejects_cpu_devices(case):
     with pytest.raises(mp.MeshparError, match="mesh has CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
         after_a_step(config("cudnn"), case, batch())
+
+
+@pytest.mark.parametrize(("window", "is_packed"), [(3, False), (None, True)])
+def test_windows_and_documents_with_another_implementation_of_the_library(monkeypatch, window, is_packed):
+    def attention(*args, implementation, **options):
+        assert implementation == "cudnn"
+        return library(*args, implementation="xla", **options)
+
+    library = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4)).astype(np.float32)
+    segments = np.arange(8)[None] // 3 if is_packed else None
+    attend = functools.partial(causal_attention, segments_BT=segments, window=window)
+    found, expected = jax.jit(lambda *x: [attend(*x, implementation=name) for name in ("cudnn", "xla")])(q, k, v)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_unsupported_cudnn_shapes_are_errors_with_a_fix(monkeypatch):

@@ -214,6 +214,13 @@ def test_path_rules_and_bfloat16_matrices():
         np.testing.assert_allclose(bound(x), plain(x), atol=1e-2)  # the merged matrix is bfloat16
 
 
+def test_range_of_initial_values_follows_from_all_input_dims():
+    plain = mp.from_nnx(lambda rngs: nnx.LinearGeneral((16, 4), 32, axis=(-2, -1), rngs=rngs))
+    params, _ = mp.lora(modules="")(plain).init(jax.random.key_data(jax.random.key(0)))
+    assert 0.95 / 8 < np.abs(params["lora_a"]).max() <= 1 / 8
+    assert not np.any(params["lora_b"])
+
+
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_product_of_a_pair_is_rounded_once(kind):
     """With bfloat16 compute and float32 pairs, the output is `y + bfloat16(scale * x A B)`, and x A is float32."""

@@ -528,6 +528,16 @@ def test_eval_step_returns_the_loss_and_keeps_the_state():
     assert float(again["loss"]) == float(metrics["loss"])
 
 
+def test_eval_step_computes_in_the_dtype_of_its_precision():
+    state = make_state(mp.MeshSpec(), mp.ddp())
+    rounded = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), state.params))
+    loss, expected = (
+        float(mp.eval_step(loss_fn, precision=precision)(of, make_batch(0))["loss"])
+        for of, precision in ((state, mp.Precision(compute="bfloat16")), (rounded, None))
+    )
+    assert loss == pytest.approx(expected, rel=1e-7)
+
+
 MICRO_STEPS = [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_gradients": "once"}]
 
 
