@@ -9,6 +9,7 @@ Shape suffixes: B batch, H query heads, K key/value heads, s positions of a tile
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,18 @@ from jaxtyping import Array
 
 from meshpar.collectives.attention import TileKernel
 from meshpar.collectives.kernel_checks import attention_errors
+
+
+@functools.cache
+def missing_cudnn() -> str:
+    """Return why cuDNN cannot be used on this machine, also to compile for GPUs elsewhere; empty if it can."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    try:
+        cudnn.check_cudnn_version()
+    except RuntimeError:
+        return "cuDNN is not installed: pip install 'meshpar[cuda12]', or [cudnn] to compile for GPUs without one"
+    return ""
 
 
 @contextlib.contextmanager

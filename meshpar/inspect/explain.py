@@ -211,6 +211,7 @@ def _explain(
             *_repeated_reductions_note(execution),
             *_router_losses_note(execution, traced.out_info[1]),
         ),
+        kernels=step.kernels(state, batch),
         stages=None if execution.pipeline is None else stages(execution, times),
         timeline=times,
         program=program,

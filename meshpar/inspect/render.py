@@ -551,7 +551,9 @@ def _notes(report: AnyReport) -> Section:
     options = ", ".join(f"{name}={json.dumps(value)}" for name, value in report.compile_options.items())
     compiled = f"program {report.fingerprint}, compiled in {human_time(report.compile_s)}"
     compiled += f" with {options}" * bool(options)
-    return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*notes, compiled)))
+    choices = report.kernels if isinstance(report, StepData) else {}
+    kernels = [f"{operation}: {choice}" for operation, choice in choices.items()]
+    return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*kernels, *notes, compiled)))
 
 
 _RICH: Mapping[Style, str] = {

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from meshpar.hardware.compile_target import KernelChoice
 from meshpar.inspect import census
 from meshpar.inspect.census import Collective, Total
 from meshpar.inspect.lint import Finding
@@ -87,6 +88,8 @@ class StepData(ProgramData):
     strategy: str
     memory: Memory
     matching: MatchResult
+    kernels: Mapping[str, KernelChoice] = dataclasses.field(default_factory=dict)
+    """Implementations that "auto" chose, by operation, such as `attention`."""
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
     unit: ClassVar[str] = "step"

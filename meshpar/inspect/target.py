@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.hardware.clusters import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.hardware.compile_options import GPU_OPTIONS
+from meshpar.hardware.compile_target import compiled_for
 from meshpar.inspect.program import Program, memory_of
-from meshpar.moe.transport_choice import compiled_for
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import AnyMesh
 

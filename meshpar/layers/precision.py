@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.hardware.compile_target import KernelChoice
 from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import BOUNDARIES, TraceOption, ambient, param_spec, spec_of
@@ -222,6 +223,8 @@ class Numerics:
     """Number of calls of `scan_layers` so far."""
     matched: set[str] = dataclasses.field(default_factory=set)
     """Patterns of `Precision.matmul` that matched a module with a supported matmul."""
+    kernels: dict[str, KernelChoice] = dataclasses.field(default_factory=dict)
+    """Implementations that "auto" chose, by operation."""
     stage_uses: StageUses | None = None
     """Uses of parameters by pipeline stages, recorded by their engine."""
 
@@ -237,6 +240,12 @@ def numerics(precision: Precision, remat: str | None, batch_slices: int = 1) -> 
     context = Numerics(precision, remat, batch_slices=batch_slices)
     with NUMERICS.set(context):
         yield context
+
+
+def record_kernel(operation: str, choice: KernelChoice) -> None:
+    """Record an implementation that "auto" chose, for the reports of `train` and `explain`."""
+    if (context := NUMERICS.value) is not None:
+        context.kernels[operation] = choice
 
 
 def matmul_here() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.errors import check_bool, check_choice, check_int, check_number, check_positive_int, problem
 
-Attention = Literal["xla", "blockwise", "cudnn", "tokamax"]
+Attention = Literal["auto", "xla", "blockwise", "cudnn", "tokamax"]
 TensorMatmul = Literal["xla", "overlapped"]
 NormPlacement = Literal["before", "after", "both"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -238,13 +238,19 @@ class Architecture:
     """Whether the output layer uses the embedding table."""
     param_dtype: str = "float32"
     """Dtype of the initial parameters. Computation uses the dtype of the parameters that the model receives."""
-    attention: Attention = "blockwise"
-    """Implementation of attention over full sequences. "blockwise" runs on all platforms with memory linear in the
-    sequence length (`meshpar.collectives.blockwise_attention`). "xla" runs on all platforms and stores all scores.
-    "cudnn" is cuDNN's flash attention (GPUs, bfloat16 or float16). "tokamax" is the flash attention of that package
-    (GPUs, Python 3.12), which supports windows, caps and segments. There is no fallback to another implementation.
-    Under `context_parallel()`, ring attention computes its tiles with cuDNN's kernel for "cudnn" and with matmuls for
-    "xla" and "blockwise"; "tokamax" is an error."""
+    attention: Attention = "auto"
+    """Implementation of attention over full sequences.
+
+    - "auto": on GPUs the first of "cudnn" and "tokamax" that supports dtype, head size and options; otherwise
+      "blockwise". `train` and `explain` print the choice.
+    - "blockwise": on all platforms, with memory linear in the sequence length
+      (`meshpar.collectives.blockwise_attention`).
+    - "xla": on all platforms; stores all scores.
+    - "cudnn": cuDNN's flash attention (GPUs, bfloat16 or float16).
+    - "tokamax": the flash attention of that package (GPUs, Python 3.12), with windows, caps and segments.
+
+    A named implementation never falls back to another. Under `context_parallel()`, ring attention computes its tiles
+    with cuDNN's kernel for "cudnn" and with matmuls for "xla" and "blockwise"; "tokamax" is an error."""
     attention_window: int | None = None
     """Sliding window of all layers: a position attends to itself and the `attention_window - 1` positions before it.
     `None` means full causal attention. Not supported by ring attention with cuDNN."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -18,9 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import blockwise_attention, cudnn, flash
 from meshpar.collectives.attention import TileKernel, WindowChoice, capped
+from meshpar.hardware.compile_target import GPUS, KernelChoice, target
+from meshpar.layers.precision import record_kernel
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
-from meshpar.models.architecture import Architecture, Attention
+from meshpar.models.architecture import Architecture
 from meshpar.models.layers import Rope, by_kind, rotate
 from meshpar.sharding.context import constrain
 from meshpar.sharding.errors import problem
@@ -80,7 +83,7 @@ _NO_LIMIT = np.iinfo(np.int32).max
 
 
 class AttentionQuery(NamedTuple):
-    """The options that a call of attention needs."""
+    """What a call of attention needs: options, dtype and sizes."""
 
     segments: bool = False
     window: bool = False
@@ -88,6 +91,10 @@ class AttentionQuery(NamedTuple):
     sinks: bool = False
     ring: bool = False
     """True if the sequence is sharded inside attention."""
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    """The larger of the dimensions of keys and values."""
+    seq_len: int = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +107,9 @@ class AttentionKernel:
     attend: Callable[..., Array]
     """`(q, k, v, *, segments_BT, scale, window, cap, sinks_H) -> o`, for the heads of a device."""
     supports: Callable[[AttentionQuery], str | None] = lambda query: None
-    """Return the reason why a call is not supported, or None."""
+    """Return the reason why the options of a call are not supported, or None."""
+    runs: Callable[[AttentionQuery, str, tuple[int, int]], str | None] = lambda query, platform, capability: None
+    """Return the reason why a call does not run on devices of a platform and compute capability, or None."""
     tiles: TileKernel | None = None
     """Kernel of the tiles of ring attention. None: plain matmuls."""
     needs_equal_widths: bool = True
@@ -147,6 +156,23 @@ def _cudnn_supports(query: AttentionQuery) -> str | None:
     return f"{subject} does not support {' and '.join(requested)}" if requested else None
 
 
+def _cudnn_runs(query: AttentionQuery, platform: str, capability: tuple[int, int]) -> str | None:
+    """Check the limits of jax's cuDNN attention, so that "auto" never chooses a kernel that raises an error."""
+    max_head_dim = 256 if capability >= (9, 0) else 128
+    for is_wrong, reason in (
+        (platform not in ("gpu", "cuda"), f"cuDNN needs an NVIDIA GPU, and the devices are {platform}"),
+        (capability < (8, 0), "cuDNN's flash attention needs compute capability 8.0"),
+        (query.dtype not in ("bfloat16", "float16"), f"cuDNN computes in 16 bits, and queries are {query.dtype}"),
+        (query.head_dim % 8 or query.head_dim > max_head_dim,
+         f"heads must be a multiple of 8, at most {max_head_dim}, for cuDNN, and have {query.head_dim} dimensions"),
+        (cudnn.missing_cudnn(), cudnn.missing_cudnn()),
+        (query.segments and query.seq_len % 2, "cuDNN needs an even length for packed sequences"),
+    ):  # fmt: skip
+        if is_wrong:
+            return reason
+    return None
+
+
 def _tokamax(q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, *, sinks_H: None, **options: Any) -> Array:
     return flash.flash_attention(q_BTHD, k_BTKD, v_BTKD, **options)
 
@@ -157,15 +183,57 @@ def _tokamax_supports(query: AttentionQuery) -> str | None:
     return "tokamax does not support attention_sinks" if query.sinks else None
 
 
+def _tokamax_runs(query: AttentionQuery, platform: str, capability: tuple[int, int]) -> str | None:
+    for is_wrong, reason in (
+        (platform not in ("gpu", "cuda"), f"tokamax has kernels for NVIDIA GPUs, and the devices are {platform}"),
+        (importlib.util.find_spec("tokamax") is None, "tokamax is not installed"),
+        (capability < (8, 0), "tokamax's kernels need compute capability 8.0"),
+        (query.dtype not in ("bfloat16", "float16"), f"tokamax computes in 16 bits, and queries are {query.dtype}"),
+        (query.head_dim not in (64, 128, 256), f"heads have {query.head_dim} dimensions instead of 64, 128 or 256"),
+    ):
+        if is_wrong:
+            return reason
+    return None
+
+
 KERNELS: Mapping[str, AttentionKernel] = {
     "xla": AttentionKernel(
         attend=functools.partial(cached_attention, first_position=0), needs_equal_widths=False, is_partitioned=True
     ),
     "blockwise": AttentionKernel(attend=_blockwise),
-    "cudnn": AttentionKernel(attend=_cudnn, supports=_cudnn_supports, tiles=cudnn.TILES, has_static_window=True),
-    "tokamax": AttentionKernel(attend=_tokamax, supports=_tokamax_supports, has_static_window=True, check_vma=False),
+    "cudnn": AttentionKernel(
+        attend=_cudnn, supports=_cudnn_supports, runs=_cudnn_runs, tiles=cudnn.TILES, has_static_window=True
+    ),
+    "tokamax": AttentionKernel(
+        attend=_tokamax, supports=_tokamax_supports, runs=_tokamax_runs, has_static_window=True, check_vma=False
+    ),
 }
 """The implementations of attention, by the value of `TransformerConfig.attention`."""
+
+
+def choose_attention(
+    query: AttentionQuery, platform: str | None = None, capability: tuple[int, int] | None = None
+) -> KernelChoice:
+    """Return the implementation that `attention="auto"` uses.
+
+    Args:
+      query: the options, dtype and sizes of the call.
+      platform: `cpu`, `gpu`, ...; None for the devices that the program is traced for.
+      capability: compute capability of GPUs, such as (9, 0).
+    """
+    if platform is None:
+        platform, capability = target()
+    reasons: list[str] = []
+    for name in ("cudnn", "tokamax"):
+        kernel = KERNELS[name]
+        reason = kernel.runs(query, platform, capability or (0, 0)) or kernel.supports(query)
+        if reason is None:
+            why = "; ".join([f"a fused kernel for {platform}", *reasons])
+            return KernelChoice(implementation=name, why=why)
+        reasons.append(reason)
+        if platform not in GPUS:
+            break
+    return KernelChoice(implementation="blockwise", why="; ".join(reasons))
 
 
 def checked_kernel(implementation: str, query: AttentionQuery) -> AttentionKernel:
@@ -184,7 +252,7 @@ def causal_attention(
     v_BTKW: Array,
     segments_BT: Array | None = None,
     *,
-    implementation: Attention = "xla",
+    implementation: str = "xla",
     scale: float | None = None,
     window: int | WindowChoice | None = None,
     cap: float | None = None,
@@ -199,9 +267,9 @@ def causal_attention(
       v_BTKW: values.
       segments_BT: segment ids of packed sequences. Positions attend only within their segment. For "cudnn" they become
         a mask of `2 T²` bytes per example, and T must be even.
-      implementation: "xla", "blockwise", "cudnn" or "tokamax". The last two raise an error if the library is missing or
-        does not support these shapes and dtypes. All but "xla" need equal dimensions of keys and values, so the smaller
-        is padded.
+      implementation: "auto" (see `choose_attention`), "xla", "blockwise", "cudnn" or "tokamax". The last two raise an
+        error if the library is missing or does not support these shapes and dtypes. All but "xla" need equal dimensions
+        of keys and values, so the smaller is padded.
       scale: factor of the scores, by default `D ** -0.5`.
       window: a position attends to itself and the `window - 1` positions before it.
       cap: scores s become `cap tanh(s / cap)`.
@@ -210,7 +278,8 @@ def causal_attention(
     Raises:
       ValueError: the implementation does not support an option.
     """
-    query = AttentionQuery(segments_BT is not None, window is not None, cap is not None, sinks_H is not None)
+    query = _query(q_BTHD, v_BTKW, segments_BT, window=window, cap=cap, sinks_H=sinks_H)
+    implementation = choose_attention(query).implementation if implementation == "auto" else implementation
     kernel = checked_kernel(implementation, query)
 
     def with_window(size: int | WindowChoice | None) -> Callable[..., Array]:
@@ -223,6 +292,26 @@ def causal_attention(
         branches = [functools.partial(with_window(size), scale=scale) for size in window.sizes]
         return window.select(branches, q_BTHD, k_BTKD, v_BTKW)
     return with_window(window)(q_BTHD, k_BTKD, v_BTKW, scale=scale)
+
+
+def _query(
+    q_BTHD: Array,
+    v_BTKW: Array,
+    segments_BT: Array | None,
+    *,
+    window: int | WindowChoice | None,
+    cap: float | None,
+    sinks_H: Array | None,
+    ring: bool = False,
+) -> AttentionQuery:
+    is_set = {"segments": segments_BT, "window": window, "cap": cap, "sinks": sinks_H}
+    return AttentionQuery(
+        **{name: value is not None for name, value in is_set.items()},
+        ring=ring,
+        dtype=q_BTHD.dtype.name,
+        head_dim=max(q_BTHD.shape[-1], v_BTKW.shape[-1]),
+        seq_len=q_BTHD.shape[1],
+    )
 
 
 def _in_one_width(
@@ -359,7 +448,14 @@ def full_attention(
     """
     limits = limits_of(cfg, angles.kind)
     segments_BT = _segments_of(cfg, angles, q_BTHD.shape[:2])
-    if not context.sequence_axes(q_BTHD):
+    options = {"window": limits["window"], "cap": limits["cap"], "sinks_H": sinks_H}
+    query = _query(q_BTHD, v_BTKW, segments_BT, ring=bool(context.sequence_axes(q_BTHD)), **options)
+    implementation: str = cfg.attention
+    if implementation == "auto":
+        choice = choose_attention(query)
+        record_kernel("attention", choice)
+        implementation = choice.implementation
+    if not query.ring:
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         # Reshard from the layout outside attention to the layout inside. Both constraints are needed: XLA would
         # otherwise reshard in the middle of the rotation or repetition of heads.
@@ -374,10 +470,10 @@ def full_attention(
         def attention(
             q: Array, k: Array, v: Array, segments: Array | None, windows: WindowChoice | None, sinks: Any
         ) -> Array:
-            options = {"implementation": cfg.attention, "window": windows or window, "sinks_H": sinks, **limits}
+            options = {"implementation": implementation, "window": windows or window, "sinks_H": sinks, **limits}
             return causal_attention(q, k, v, segments, **options)
 
-        kernel, run = KERNELS[cfg.attention], cast(Callable[..., Array], attention)
+        kernel, run = KERNELS[implementation], cast(Callable[..., Array], attention)
         if not kernel.is_partitioned:
             heads = f"attn_{kv_heads}"
             run = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=heads, check_vma=kernel.check_vma)
@@ -385,13 +481,6 @@ def full_attention(
         # The other kernels name their outputs and residuals themselves. A second name would save the output twice.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if kernel.is_partitioned else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
-    query = AttentionQuery(
-        segments=segments_BT is not None,
-        window=limits["window"] is not None,
-        cap=limits["cap"] is not None,
-        sinks=sinks_H is not None,
-        ring=True,
-    )
-    tiles, scale = checked_kernel(cfg.attention, query).tiles, limits.pop("scale")
+    tiles, scale = checked_kernel(implementation, query).tiles, limits.pop("scale")
     ring = functools.partial(context.ring, segments_BT=segments_BT, sinks_H=sinks_H, kernel=tiles, **limits)
     return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW, scale=scale)

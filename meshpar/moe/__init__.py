@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
+    from meshpar.hardware.compile_target import KernelChoice
     from meshpar.layers.token_mask import masking
     from meshpar.moe import reference
     from meshpar.moe.balance import auxiliary_loss, update_bias, z_loss
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from meshpar.moe.nnx import MoE
     from meshpar.moe.router_stats import RouterStats
     from meshpar.moe.routing import Routed, Routing, assign_slots, capacity, count, route
-    from meshpar.moe.transport_choice import KernelChoice, choose_dispatch
+    from meshpar.moe.transport_choice import choose_dispatch
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -42,7 +42,8 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.kernel_checks import Axis, axis_names, ranks_of
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe import transport_choice as choice
+from meshpar.hardware import compile_target
+from meshpar.hardware.compile_target import GPUS
 from meshpar.moe.argument_checks import check_bound, check_routed
 from meshpar.moe.dispatch_paths import (
     Capacity,
@@ -56,7 +57,7 @@ from meshpar.moe.dispatch_paths import (
     check_payload,
 )
 from meshpar.moe.routing import or_unassigned
-from meshpar.moe.transport_choice import GPUS, IMPLEMENTATIONS, NODE_FIRST, TWO_LEVELS, choose_dispatch
+from meshpar.moe.transport_choice import IMPLEMENTATIONS, NODE_FIRST, TWO_LEVELS, choose_dispatch
 from meshpar.sharding.errors import check_cases, check_choice, check_divides, check_positive_int
 
 KERNEL = "dispatch"
@@ -145,7 +146,7 @@ def dispatch(
         (implementation in TWO_LEVELS and not is_pair, "two levels need two axes", 'pass axis=("outer", "inner")'),
         (nodes_per_token and not is_node_first, "only node-first limits the nodes", "leave out nodes_per_token"),
     )  # fmt: skip
-    is_wrong = implementation == "ragged" and choice.platform_of_mesh() not in (None, *GPUS)
+    is_wrong = implementation == "ragged" and compile_target.platform_of_mesh() not in (None, *GPUS)
     case = is_wrong, "XLA supports ragged-all-to-all on GPUs only", "use 'auto', which is ragged on GPUs, or 'fixed'"
     check_cases(KERNEL, "use implementation='ragged'", "unsupported-feature", case)
     if implementation == "auto" and capacity is not None:  # token_exchange chooses for dropless dispatch, at lowering

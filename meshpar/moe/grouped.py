@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.wire import varying_alike
 from meshpar.hardware import cost_model as cost
+from meshpar.hardware.compile_target import GPUS, KernelChoice, target
 from meshpar.layers.fp8_dot import FORWARD, GRADIENT, Scaled, scaled
 from meshpar.layers.precision import BY_ROW, check_narrow, check_wide, matmul_here
 from meshpar.layers.scan import LoraWeight
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
-from meshpar.moe.transport_choice import GPUS, KernelChoice, target
+from meshpar.sharding.context import TraceOption
 from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
 
 KERNEL = "grouped_matmul"
@@ -32,6 +33,8 @@ SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
 HOPPER = 9
 """Major compute capability of Hopper GPUs."""
+COUNTED = TraceOption[bool]("counted_grouped_matmuls")
+"""True if FLOPs are counted in the trace: "auto" is then `blocked`, whose FLOPs are those of the actual rows."""
 
 
 def swiglu(gate: Array, up: Array) -> Array:
@@ -60,7 +63,9 @@ def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLi
       dtype: dtype of rows and weights.
     """
     # Checked first: `target` initializes JAX's backends, which needs 300 MB of memory, also in a planner.
-    if not has_tokamax():
+    if COUNTED.value:
+        why = "the FLOPs of this trace are counted"
+    elif not has_tokamax():
         why = "tokamax, which has a GPU kernel, is not installed"
     elif (platform := platform or target()[0]) not in GPUS:
         why = f"tokamax has kernels for GPUs, and not for {platform}"

@@ -15,7 +15,7 @@ from meshpar.parallel import Strategy, from_json
 from meshpar.parallel.execution import Execution, Weight
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
-from meshpar.parallel.expected.collective import ExpectedCollective
+from meshpar.parallel.expected.collective import GRADIENTS, RENEWED, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Activation, Remat, Workload
 from meshpar.sharding.errors import MeshparError, problem
@@ -187,6 +187,11 @@ class Placed:
             fraction, step = 1 / strategy.pipeline.stages, dataclasses.replace(step, weights=self.weights)
         for part in strategy.parts:
             yield from ((expected, fraction) for expected in (*part.expected_collectives(step), *part.kernels(step)))
+
+    def sends_activations(self, layout: Layout) -> bool:
+        """Return whether the step sends activations, which batch slices can hide."""
+        params = (WEIGHTS, GRADIENTS, RENEWED)
+        return self.once("activations", lambda: any(x.role not in params for x, _ in self.sent(self.execution(layout))))
 
 
 def looked_up(step: Execution) -> Weight | None:

@@ -393,10 +393,10 @@ class Search:
                     continue
                 time = self.clock.estimate(placed, layout, estimate)
                 yield Candidate(layout=layout, memory=estimate, time=time)
-                can_slice = (
-                    work.examples % (placed.batch_shards * layout.microbatches * SLICES) == 0 and work.runs_layers
-                )
-                if can_slice and time.step_s - sum(time.exposed_s.values()) < below_s:
+                num_parts = placed.batch_shards * layout.microbatches * SLICES
+                can_slice = work.examples % num_parts == 0 and work.runs_layers
+                least_s = time.step_s - sum(time.exposed_s.values())
+                if can_slice and least_s < below_s and placed.sends_activations(layout):
                     sliced = dataclasses.replace(layout, batch_slices=SLICES)
                     sliced_time = self.clock.estimate(placed, sliced, estimate)
                     if sliced_time.step_s < time.step_s:

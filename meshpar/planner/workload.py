@@ -31,7 +31,7 @@ from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.layers.scan import StageRunner, running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
-from meshpar.moe.transport_choice import compiled_for
+from meshpar.moe.grouped import COUNTED
 from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_examples, shape_of
 from meshpar.parallel.execution import examples_and_tokens, with_layers
@@ -216,7 +216,7 @@ def describe(
     arrays = (params, variables.extra, small_batch, jax.ShapeDtypeStruct((2,), np.uint32))
     labelled = functools.partial(_labelled, leaves=leaves, examples=marker, seq_len=seq_len)
     # Trace the CPU form of grouped matmuls, which counts the FLOPs of the actual tokens only.
-    with traced_for(cluster), compiled_for("cpu"), tracing(mesh, ddp()):
+    with traced_for(cluster), COUNTED.set(True), tracing(mesh, ddp()):
         terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
         plain_terms = terms_of(described, loss, without_matmul(precision), None)
         sums = jax.make_jaxpr(lambda *x: arrays_of(plain_terms(*x)))(*arrays)

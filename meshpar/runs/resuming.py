@@ -29,11 +29,11 @@ from meshpar.training.state import Setup
 RESUMABLE = (
     "name", "steps", "optimizer.schedule_steps", "mesh", "strategy", "step.remat", "step.nonfinite", "step.xla",
     "max_skipped", "pgle", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
-    "writers", "data.prefetch", "data.cache",
+    "writers", "data.prefetch", "data.cache", "model.attention",
 )  # fmt: skip
 """Fields that may change when a run is resumed. Only `optimizer.schedule_steps` changes the model, the data or the
 updates; a resumed run keeps its value unless the user sets it."""
-REPLAYED = ("steps", "optimizer.schedule_steps", "step.remat", "step.nonfinite")
+REPLAYED = ("steps", "optimizer.schedule_steps", "step.remat", "step.nonfinite", "model.attention")
 """Recipe fields that may change on resume although they change the program.
 
 To compare programs, the step is lowered again with the old values of these fields.
@@ -57,6 +57,8 @@ class StepProgram:
         words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
         digest = fingerprint(self.step.lower(setup.abstract, batches.spec), options)
         self._text = f"program {digest}" + f" with {words}" * bool(words)
+        self.kernels = self.step.kernels(setup.abstract, batches.spec)
+        """Implementations that "auto" chose, by operation."""
 
     def __str__(self) -> str:
         return self._text

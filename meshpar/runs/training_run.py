@@ -226,6 +226,8 @@ class TrainingRun:
         self._first_step = int(state.step)
         self.screen.print(_start_line(self._first_step, self.recipe.steps, self.folder))
         self.screen.print(str(self.program))
+        for operation, choice in self.program.kernels.items():
+            self.screen.print(f"{operation}: {choice}")
         return state
 
     def fit(self, state: TrainState, hooks: Sequence[Hook] = ()) -> FitResult:

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for
+from meshpar.hardware.compile_target import KernelChoice
 from meshpar.layers.auxiliary import is_counted
 from meshpar.layers.losses import (
     LOSS_WEIGHT,
@@ -59,6 +60,10 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, check_state
 
 _Options = ParamSpec("_Options")
+
+
+Kernels = dict[str, KernelChoice]
+"""Implementations that "auto" chose, by operation."""
 
 
 class _Program(abc.ABC):
@@ -129,6 +134,7 @@ class TrainStep(_Program):
         self.loss_fn, self.options = loss_fn, options
         self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
         self._earlier: weakref.WeakKeyDictionary[Setup, EarlierSteps] = weakref.WeakKeyDictionary()
+        self._kernels: weakref.WeakKeyDictionary[Setup, dict[str, Kernels]] = weakref.WeakKeyDictionary()
         self._stage_uses: weakref.WeakKeyDictionary[Setup, dict[str, StageUses | None]] = weakref.WeakKeyDictionary()
 
     def _engine(self, setup: Setup) -> GradientEngine:
@@ -153,6 +159,13 @@ class TrainStep(_Program):
         program, batch = self._prepare(state, batch)
         program.trace(state, batch)  # jit reuses an earlier trace
         return dataclasses.replace(execution, stage_uses=self._stage_uses[state.setup][_shapes(batch)])
+
+    @clear_context_mesh()
+    def kernels(self, state: TrainState, batch: PyTree) -> Kernels:
+        """Return the implementations that "auto" chose, by operation, such as `attention`. Arrays may be abstract."""
+        program, batch = self._prepare(state, batch)
+        program.trace(state, batch)  # jit reuses an earlier trace
+        return self._kernels[state.setup][_shapes(batch)]
 
     def loss_of(self, setup: Setup, traced: list[Boundaries] | None = None) -> Loss:
         """Return the loss as a function of parameters, including the losses that the model reports."""
@@ -212,6 +225,7 @@ class TrainStep(_Program):
             loss = self.loss_of(setup, traced)
             totals = self._engine(setup).gradients(loss, options, state, batch, key)
         self._stage_uses.setdefault(setup, {})[_shapes(batch)] = context.stage_uses
+        self._kernels.setdefault(setup, {})[_shapes(batch)] = context.kernels
         check_layers(setup, options, context)
         with jax.named_scope("update"):
             return _update(state, totals, options, self._loss_at(state, batch, key))

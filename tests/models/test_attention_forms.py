@@ -197,4 +197,4 @@ def test_cache_has_a_single_sequence():
 
 
 def test_every_implementation_has_a_table_entry():
-    assert tuple(KERNELS) == get_args(Attention)
+    assert ("auto", *KERNELS) == get_args(Attention)

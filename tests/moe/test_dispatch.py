@@ -366,7 +366,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 @pytest.fixture
 def emulated_gpu(monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
-    monkeypatch.setattr("meshpar.moe.transport_choice.platform_of_mesh", lambda: "gpu")
+    monkeypatch.setattr("meshpar.hardware.compile_target.platform_of_mesh", lambda: "gpu")
 
 
 def test_ragged_dispatch_matches_reference(emulated_gpu):
