@@ -16,7 +16,6 @@ from meshpar.cli.main import (
     output_options,
     prepare_devices,
     print_report,
-    writing,
 )
 from meshpar.sharding.errors import problem
 
@@ -104,8 +103,7 @@ def collectives(
     if plot:  # after the profile, which must be saved even if plotting fails
         from meshpar import plots
 
-        with writing(plot):
-            plots.collectives(timings).savefig(plot)
+        plots.collectives(timings).savefig(plot)
 
 
 @bench.command("gpu", short_help="Measure matrix products, copies and kernel launches.")

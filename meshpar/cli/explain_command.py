@@ -26,7 +26,6 @@ from meshpar.cli.main import (
     prepare_devices,
     print_report,
     with_model,
-    writing,
 )
 from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import plain
@@ -124,11 +123,9 @@ def explain(
 
         title = f"meshpar explain {subject.recipe.name}"
         page = as_page(result.report, title=title, pictures=_plots(result), more=result.sections)
-        with writing(html):
-            Path(html).write_text(page, encoding="utf-8")
+        Path(html).write_text(page, encoding="utf-8")
     if save_budget:
-        with writing(save_budget):
-            Budget.of(result.report, subject.recipe.name).save(save_budget)
+        Budget.of(result.report, subject.recipe.name).save(save_budget)
     reasons = result.reasons if check else []
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)

@@ -5,7 +5,6 @@ No command is imported before it runs, and XLA's flags are set before jax is imp
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import json
@@ -14,7 +13,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -300,16 +299,6 @@ def check_output_file(path: str, suffixes: tuple[str, ...] = ()) -> None:
     ):  # fmt: skip
         if is_wrong:
             raise problem(path, "write to it", reason, fix, code=code)
-
-
-@contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `MeshparError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"the system reports: {error.strerror or error}"
-        raise problem(path, "write to it", reason, "name another file", code="not-writable") from None
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------

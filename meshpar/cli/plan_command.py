@@ -18,7 +18,6 @@ from meshpar.cli.main import (
     prepare_devices,
     print_report,
     with_model,
-    writing,
 )
 from meshpar.sharding.errors import problem
 from meshpar.sharding.units import parse_count
@@ -89,14 +88,12 @@ def plan(
         if plot:
             from meshpar import plots
 
-            with writing(plot):
-                plots.growth(growth_report).savefig(plot)
+            plots.growth(growth_report).savefig(plot)
         return
     if num_tokens is not None:
         plans = plans.for_tokens(num_tokens, price)
     if save:
-        with writing(save):
-            plans.save(save)
+        plans.save(save)
     if why_not is not None:
         answer = plans.why_not(mesh=why_not, strategy=strategy)
         click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshpar.cli.main import check_output_file, output_options, prepare_devices, print_report, writing
+from meshpar.cli.main import check_output_file, output_options, prepare_devices, print_report
 from meshpar.schedules import SCHEDULES, Schedule, Simulation, make
 from meshpar.schedules.rendering import bands_of, grid
 from meshpar.sharding.errors import MeshparError, problem
@@ -80,8 +80,7 @@ def schedule(
     if png is not None:
         from meshpar import plots
 
-        with writing(f"--png {png}"):
-            plots.schedule(*schedules, **costs).savefig(png, dpi=150)
+        plots.schedule(*schedules, **costs).savefig(png, dpi=150)
         click.echo(f"saved {png}", err=True)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -48,16 +46,12 @@ class Windows:
             requested = f"split the {name} into windows of {seq_len} + 1 tokens"
             fix = f"set seq_len to {max(len(tokens) - 1, 1)} or less, add text, or change `valid_fraction`"
             raise problem("`seq_len`", requested, f"the {name} has {len(tokens)} tokens", fix, "out-of-range")
-        self._tokens, self._seq_len, self._file_state = tokens, seq_len, _file_state(tokens)
-        self._separator_id = separator_id
+        self._tokens, self._seq_len, self._separator_id = tokens, seq_len, separator_id
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._seq_len
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-        if _file_state(self._tokens) not in (None, self._file_state):  # a truncated file would raise SIGBUS
-            reason, fix = "the file was changed while the run read it", "start the run again"
-            raise problem("`TextData.cache`", "read tokens", reason, fix, "damaged-file")
         view = np.lib.stride_tricks.sliding_window_view(self._tokens, self._seq_len + 1)
         windows = view[indices * self._seq_len]
         rows = {"inputs": windows[:, :-1].astype(np.int32), "targets": windows[:, 1:].astype(np.int32)}
@@ -68,15 +62,6 @@ class Windows:
         segments = np.cumsum(is_first, axis=1, dtype=np.int32)
         positions = index - np.maximum.accumulate(np.where(is_first, index, 0), axis=1)
         return {**rows, "segments": segments, "positions": positions, "weights": 1 - is_end.astype(np.int32)}
-
-
-def _file_state(tokens: np.ndarray) -> tuple[int, int] | None:
-    """Return size and modification time of the file that an array is mapped from; None for memory or a deleted file."""
-    with contextlib.suppress(FileNotFoundError):
-        if file := getattr(tokens, "filename", None):
-            status = os.stat(file)
-            return status.st_size, status.st_mtime_ns
-    return None
 
 
 class ArrayRows:

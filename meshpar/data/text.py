@@ -15,12 +15,10 @@ on all machines.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import glob
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -31,7 +29,7 @@ from typing import Any, NamedTuple
 
 from meshpar.sharding import remote
 from meshpar.sharding.errors import near, problem
-from meshpar.sharding.host_resources import check_file, is_url
+from meshpar.sharding.host_resources import is_url
 
 STDLIB = "stdlib"
 """Entry for the standard library. Write `./stdlib` for a folder of that name."""
@@ -115,7 +113,7 @@ def find(entries: Sequence[str], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> l
 
 def digest(file: File) -> bytes:
     """Return the hash of a file's contents."""
-    with _opened(file) as opened:
+    with file.path.open("rb") as opened:
         return hashlib.file_digest(opened, functools.partial(hashlib.blake2b, digest_size=16)).digest()
 
 
@@ -236,7 +234,7 @@ def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> It
 
 def _decoded(file: File) -> Iterator[str]:
     """Yield the text of a file in pieces, with its line ends."""
-    with _opened(file) as opened, io.TextIOWrapper(opened, encoding="utf-8", newline="") as lines:
+    with file.path.open(encoding="utf-8", newline="") as lines:
         while piece := lines.read(_READ_BYTES):
             yield piece
 
@@ -271,7 +269,7 @@ def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> 
         if file.path.suffix == ".parquet":
             yield from _rows(file, field, optional)
         elif file.path.suffix == ".jsonl":
-            with _opened(file) as lines:
+            with file.path.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         where = f"{file.path}, line {number}"
@@ -292,10 +290,9 @@ def _rows(file: File, field: str, optional: Sequence[str]) -> Iterator[DataRecor
     import pyarrow
     import pyarrow.parquet
 
-    path = check_file(file.path, f"{file.path}", _FIX_READ)
     try:
         # With these options, a row group is read in pieces. By default, full columns are read.
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
+        with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
             names, metadata = table.schema_arrow.names, table.metadata
             columns = [field, *(name for name in optional if name in names)]
             for column in columns:
@@ -324,17 +321,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-@contextlib.contextmanager
-def _opened(file: File) -> Iterator[io.BufferedReader]:
-    path = check_file(file.path, f"{file.path}", _FIX_READ)
-    try:
-        with path.open("rb") as opened:
-            yield opened
-    except OSError as error:
-        reason = f"the system reports: {error.strerror}"
-        raise problem(f"{file.path}", "read it", reason, _FIX_READ, "unusable-file") from error
 
 
 def _within(max_bytes: int | None, documents: Iterator[Document]) -> Iterator[Document]:

@@ -314,10 +314,7 @@ def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends without an error."""
     target = new_folder(path)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
-    try:
-        temporary.mkdir(mode)
-    except OSError as error:
-        raise _not_writable(path, error.strerror) from error
+    temporary.mkdir(mode)
     scratch.add(temporary)  # on Ctrl-C the command exits without running the `finally` block
     try:
         yield temporary
@@ -331,13 +328,10 @@ def new_folder(path: str | Path) -> Path:
     """Resolve the path of a new or empty folder, and create its parents."""
     host.check_local(path, f"folder `{path}`", "use a local folder, and copy it to the bucket afterwards")
     target = Path(os.path.realpath(path))  # a rename can replace an empty folder, but not a link to it
-    try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(".")):
-            reason = "it is the current folder" if target.samefile(".") else "it exists already"
-            raise _not_writable(path, reason, code="already-exists")
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(path, error.strerror) from error
+    if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(".")):
+        reason = "it is the current folder" if target.samefile(".") else "it exists already"
+        raise _not_writable(path, reason, code="already-exists")
+    target.parent.mkdir(parents=True, exist_ok=True)
     return target
 
 

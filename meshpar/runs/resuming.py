@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from meshpar.data.batches import Batches
 from meshpar.hardware.compile_options import fingerprint
@@ -180,7 +181,8 @@ def changes(
     absent = "(absent)"
     step_fields = {field.name for field in dataclasses.fields(StepOptions)}
     step = {name: value for name, value in before.items() if name in step_fields}
-    old, new = dict(_flat({"step": step} | {k: v for k, v in before.items() if k not in step})), dict(_flat(after))
+    before = {"step": step} | {name: value for name, value in before.items() if name not in step}
+    old, new = flatten_dict(before, sep="."), flatten_dict(after, sep=".")
     for name, new_name in RENAMED.items():
         if (earlier := f"step.{name}") in old:
             old[f"step.{new_name}"] = old.pop(earlier)
@@ -204,7 +206,7 @@ def defaults_of(recipe: Recipe) -> dict[str, Any]:
             if dataclasses.is_dataclass(value) and not isinstance(value, type | MeshSpec | Strategy):
                 collect(value, f"{path}.")
             elif field.default is not dataclasses.MISSING and field.repr:
-                defaults.update(_flat({path: to_plain(field.default)}))
+                defaults.update(flatten_dict({path: to_plain(field.default)}, sep="."))
 
     collect(recipe, "")
     return defaults
@@ -213,14 +215,6 @@ def defaults_of(recipe: Recipe) -> dict[str, Any]:
 def breaks_resuming(path: str) -> bool:
     """Return whether a run cannot be resumed after a change of this field."""
     return not any(path == free or path.startswith(f"{free}.") for free in RESUMABLE)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _format_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:

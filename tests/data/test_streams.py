@@ -296,17 +296,6 @@ def test_concurrent_runs_tokenize_once(corpus, tmp_path):
     assert len({result.train[:].tobytes() for result in results}) == 1
 
 
-def test_truncated_cache_raises_an_error_while_reading(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
-    data = TextData(files=(str(corpus[0]),), seq_len=16, valid_fraction=0.2, cache=str(tmp_path), prefetch=0)
-    source = data.open(batch_size=4, seed=0)
-    with source.train() as batches:
-        next(batches)
-        os.truncate(next(tmp_path.glob("*/train.tokens")), 0)
-        with raises("damaged-file", "TextData.cache"):
-            next(batches)
-
-
 @pytest.mark.parametrize(("name", "code"), [(3, "wrong-type"), ("", "wrong-type"), ("n" * 300, "not-writable")])
 def test_cache_must_be_the_path_of_a_folder(corpus, name, code):
     with raises(code, "TextData.cache"):

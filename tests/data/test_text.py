@@ -113,9 +113,6 @@ def test_plain_text_is_not_changed_and_binary_files_are_skipped(tmp_path):
     assert reading.skipped == ["d[1].txt"]
     with raises("bad-syntax", str(tmp_path / "d[1].txt")):
         texts(tmp_path / "d[1].txt")
-    (tmp_path / "a.txt").unlink()
-    with raises("missing-file", str(tmp_path / "a.txt")):
-        list(reading)
 
 
 def test_jsonl_lines_are_documents(tmp_path):

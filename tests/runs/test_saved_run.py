@@ -236,7 +236,7 @@ FIELD = "the folder sets this field"
         ("convert from-hf nowhere out", "there is no such file"),
         ("convert to-hf nowhere out", "it has neither checkpoints/ nor config.json"),
         ("convert to-peft recipes out", "it has neither checkpoints/ nor config.json"),
-        ("convert from-hf recipes file/out", "cannot write to it"),
+        ("convert from-hf recipes file/out", "file: cannot use it: that failed ("),
         ("convert from-hf recipes " + "o" * 300, "File name too long"),
         ("convert to-hf recipes file", "it exists already"),
         ("train recipes/digits_linen.py --from-hf x", "the model of the recipe is a ClassifierConfig"),
