@@ -5,7 +5,6 @@ No command is imported before it runs, and XLA's flags are set before jax is imp
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import os
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from meshpar.pod import signals
-from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.errors import MeshparError, near, problem
 from meshpar.sharding.host_resources import check_local, unexpected, user_line
 
 if TYPE_CHECKING:
@@ -163,10 +162,8 @@ class _Group(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            names = self.list_commands(ctx)
-            close = difflib.get_close_matches(args[0], names)
-            hint = f"Did you mean `{close[0]}`?" if close else f"The commands are {', '.join(names)}."
-            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
+            hint = near(args[0], COMMANDS)
+            raise click.UsageError(f"{error.format_message()} {hint[0].upper()}{hint[1:]}", ctx) from None
 
 
 def options(*decorators: Callable[..., Any]) -> Callable[[Any], Any]:

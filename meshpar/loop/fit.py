@@ -63,6 +63,12 @@ class Record:
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Metrics that are not scalars, such as the load of MoE layers; see `meshpar.loop.expert_load`."""
 
+    @property
+    def scalars(self) -> dict[str, float | None]:
+        """All scalar values, by their names in metrics.jsonl."""
+        rates = {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "seconds": self.seconds}
+        return {"loss": self.loss, **rates, **self.metrics}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Validation:

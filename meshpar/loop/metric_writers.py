@@ -41,9 +41,8 @@ class Writer(Hook, abc.ABC):
             self._library = self._attempt("open", lambda: self._open(run.first_step))
 
     def on_record(self, run: Run, record: Record) -> None:
-        rates = {"tokens_per_s": record.tokens_per_s, "mfu": record.mfu, "seconds": record.seconds}
         also = {} if self._also is None else self._also(record)
-        self._write(record.step, "train", {"loss": record.loss, **rates, **record.metrics, **also})
+        self._write(record.step, "train", {**record.scalars, **also})
 
     def on_validation(self, run: Run, validation: Validation) -> None:
         self._write(validation.step, "valid", validation.metrics)

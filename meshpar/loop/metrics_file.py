@@ -48,9 +48,8 @@ class MetricsFile(Hook):
         self._writes = True
 
     def on_record(self, run: Run, record: Record) -> None:
-        rates = {"tokens_per_s": record.tokens_per_s, "mfu": record.mfu, "seconds": record.seconds}
         more = {} if self._also is None else self._also(record)
-        self._write({"step": record.step, "loss": record.loss, **rates, **record.metrics, **more})
+        self._write({"step": record.step, **record.scalars, **more})
 
     def on_validation(self, run: Run, validation: Validation) -> None:
         metrics = {f"val_{name}": value for name, value in validation.metrics.items()}

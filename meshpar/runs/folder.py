@@ -144,7 +144,7 @@ class RunFolder:
         """
         assert self.url is not None
         files, path = remote.filesystem(self.url, self._where), remote.join(self.url, _LEASE)
-        identity = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "id": secrets.token_hex(8)}
+        identity = {"host": socket.gethostname(), "pid": os.getpid(), "id": secrets.token_hex(8)}
         with remote.accessing(self.url, self._where, "read its lease"):
             self._await_lease(lambda: json.loads(files.cat_file(path)) if files.exists(path) else None, warn)
         ended, count = threading.Event(), 0
@@ -186,8 +186,7 @@ class RunFolder:
 
     def _await_lease(self, read: Callable[[], Any], warn: Callable[[str], object]) -> None:
         first, deadline = read(), time.monotonic() + LEASE_S
-        is_dead = first is not None and first["machine"] == _machine() and not _is_running(first["pid"])
-        if first is None or is_dead:
+        if first is None:
             return
         owner = f"process {first['pid']} on {first['host']}"
         warn(f"{self} has a lease of {owner}: waiting up to {LEASE_S:.0f} s to see whether it is renewed")
@@ -199,24 +198,6 @@ class RunFolder:
             if current != first:
                 fix = "stop that process, wait until it ends, or use a different --name"
                 raise problem(self._where, "write to it", f"{owner} is training in this folder", fix, code="conflict")
-
-
-def _machine() -> str:
-    """Return a name of this boot and of this container, in which process ids are unique."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return secrets.token_hex(8)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 @contextlib.contextmanager

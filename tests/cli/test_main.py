@@ -338,7 +338,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["trian"], "Did you mean `train`?"),
+        (["trian"], "Did you mean `train` or `trace`?"),
         (["train"], "Missing argument 'RECIPE'"),
         (["train", "x.py", "--stepps", "3"], "--steps"),
         (["train", "x.py", "--steps", "many"], "not a valid integer"),

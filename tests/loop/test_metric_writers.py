@@ -195,11 +195,3 @@ def test_goodput_does_not_count_the_time_after_a_finished_run(tmp_path):
     run(4, [longer, MetricsFile(metrics)], state=State(2))
     assert "restart" not in longer.seconds
     assert longer.seconds["start"] >= 1.0
-
-
-@pytest.mark.parametrize("junk", ["", "{", "[1]", '{"seconds": 3}', '{"seconds": {"steps": "x"}, "step": 1}'])
-def test_goodput_replaces_a_damaged_file(tmp_path, junk):
-    (tmp_path / "goodput.json").write_text(junk)
-    goodput = Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=time.time())
-    run(1, [goodput])
-    assert json.loads((tmp_path / "goodput.json").read_text())["step"] == 1

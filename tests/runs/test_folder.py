@@ -79,7 +79,7 @@ def test_lease_keeps_a_second_run_out_until_the_end(bucket, quick):
 
 def test_lease_of_a_killed_run_ends(bucket, quick):
     messages, files = [], fsspec.filesystem("s3")
-    lease = {"host": "other", "machine": "other", "pid": 1, "id": "x", "count": 1}
+    lease = {"host": "other", "pid": 1, "id": "x", "count": 1}
     files.pipe_file(f"{bucket}/a/.lease", json.dumps(lease).encode())
     with run_folder(f"{bucket}/a", write=True, warn=messages.append):
         assert "process 1 on other" in messages[0]
