@@ -483,6 +483,21 @@ FAULTS = (
     Fault("schedules with other pairs are equal", "schedules/table.py",
         "arrays = (self.table, self.parts, self.joined)", "arrays = (self.table, self.parts)",
         "schedules/test_schedules.py -k equality"),
+    Fault("evaluation ignores the compute dtype", "training/step.py",
+        "params = compute_params(setup, state.params, self.precision.compute)\n            evaluate",
+        "params = state.params\n            evaluate", "training/test_step.py -k eval_step"),
+    Fault("new adapters ignore all input dims but the last", "training/lora.py",
+        "1 / math.sqrt(math.prod(inputs))", "1 / math.sqrt(inputs[-1])", "training/test_lora.py -k range_of_initial"),
+    Fault("cuDNN attends to one key more than the window", "models/attention.py",
+        "(window - 1, 0)", "(window, 0)", "models/test_cudnn.py -k windows"),
+    Fault("a quantized gradient has blocks of the default size", "collectives/quantized.py",
+        "outer=outer, dtype=grad_dtype, block=block)", "outer=outer, dtype=grad_dtype)",
+        "collectives/test_quantized.py -k block_size"),
+    Fault("weak scaling starts from the batch of a node", "planner/scaling.py",
+        "work.examples * num // cluster.num_devices", "work.examples * num // cluster.gpus_per_node",
+        "planner/test_scaling.py -k growth_ignores"),
+    Fault("lookups in a loop are counted once", "inspect/param_usage.py",
+        "[rows] += rows * times", "[rows] += rows", "inspect/test_param_usage.py -k uses_counts"),
 )  # fmt: skip
 
 

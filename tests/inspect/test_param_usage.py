@@ -60,14 +60,14 @@ def _report(rolls=False, paths=None):
 def test_uses_counts_full_and_sliced_uses():
     def loss(params, tokens):
         x = jax.jit(lambda table: table.astype(jnp.bfloat16).astype(jnp.float32)[tokens])(params["table"])
-        x = jax.lax.scan(lambda x, _: (x @ params["layer"], None), x, length=3)[0]
+        x = jax.lax.scan(lambda x, _: (x @ params["layer"] + params["table"][tokens], None), x, length=3)[0]
         x = x @ params["table"].T.astype(x.dtype)
         return (x * params["taps"][0] + x * params["taps"][1] + jax.lax.stop_gradient(params["bias"])).sum()
 
     like = {"bias": (8,), "layer": (4, 4), "table": (8, 4), "taps": (2, 8)}
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in like.items()}
     jaxpr = jax.make_jaxpr(loss)(params, np.zeros((2, 3), np.int32)).jaxpr
-    assert uses(jaxpr, 4) == (ParamUsage(0), ParamUsage(3), ParamUsage(2, rows=6), ParamUsage(0, ((8, 2),)))
+    assert uses(jaxpr, 4) == (ParamUsage(0), ParamUsage(3), ParamUsage(5, rows=4 * 6), ParamUsage(0, ((8, 2),)))
 
 
 def test_model_without_names_has_no_unexpected_collectives():

@@ -470,6 +470,11 @@ def test_ops_of_a_tick_share_one_gather(run):
     assert gathers_in_cells(schedule, (True, True, True)).tolist() == [5, 4]
 
 
+def test_gathers_of_two_chunks_are_shared_by_a_combined_backward():
+    schedule = make("dualpipe", 2, 4)  # 4 F, 4 B and 4 W per stage; one B and its W are in a tick
+    assert gathers_in_cells(schedule, (True, True, True)).tolist() == [11, 11]
+
+
 @pytest.mark.parametrize("case", [*CROSSED, FOLDED], ids=label)
 def test_stages_send_only_to_neighbors(run, case):
     """Exceptions are scalars, and gradients of embedding and head parameters that two stages use."""

@@ -70,13 +70,14 @@ def test_growth_stops_at_half_the_throughput_per_gpu():
 
 
 def test_growth_ignores_links_of_another_size(work, monkeypatch):
-    """A profile's links of mesh axes were measured on one cluster."""
-    clusters = []
-    monkeypatch.setattr("meshpar.planner.scaling.best_by_kind", lambda search: clusters.append(search.cluster) or {})
-    measured = dataclasses.replace(CLUSTER, axes={"*": Link(alpha_s=1e-2, bytes_per_s=1e6)})
+    """A profile's links of mesh axes were measured on one cluster. The batch is for the same cluster, of two nodes."""
+    searches = []
+    monkeypatch.setattr("meshpar.planner.scaling.best_by_kind", lambda search: searches.append(search) or {})
+    measured = dataclasses.replace(CLUSTER, nodes=2, axes={"*": Link(alpha_s=1e-2, bytes_per_s=1e6)})
     with raises("does-not-fit"):
         grow(work, measured, max_gpus=16)
-    assert [(cluster.num_devices, dict(cluster.axes)) for cluster in clusters] == [(8, {}), (16, {})] * 2
+    found = [(one.cluster.num_devices, one.workload.examples, dict(one.cluster.axes)) for one in searches]
+    assert found == [(8, 16, {}), (16, 16, {}), (8, 8, {}), (16, 16, {})]  # strong, then weak scaling
 
 
 def test_pipeline_times_are_python_floats(work):
