@@ -257,7 +257,7 @@ def with_model(recipe: Recipe, from_hf: str | None, assignments: Sequence[str]) 
 # ---- Output ----------------------------------------------------------------------------------------------------------
 
 
-def print_json(document: Any) -> None:
+def print_json(document: object) -> None:
     """Print a document as indented JSON."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=False))
 

@@ -81,7 +81,7 @@ class WindowChoice:
     """Number of layers with each window, for counts of FLOPs and messages."""
     index: Int[Array, ""]
 
-    def select(self, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    def select(self, branches: Sequence[Callable[..., Any]], *operands: jax.Array) -> Any:
         """Run the branch of the selected window."""
         with jax.named_scope(WINDOWS + "_".join(map(str, self.frequencies))):
             return lax.switch(self.index, branches, *operands)

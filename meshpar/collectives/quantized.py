@@ -67,7 +67,7 @@ class Quantized(NamedTuple):
     """float32, because bfloat16 scales would save two bytes in 260 and add an error to all elements of the block."""
 
 
-def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) -> Any:
+def error_bound(largest: jax.typing.ArrayLike, *, dtype: str = "int8", stochastic: bool = False) -> Any:
     """Return the maximum error of a quantization in a block whose largest absolute value is `largest`.
 
     The error is at most half a step of the format, or a full step with stochastic rounding. A full step is
@@ -103,7 +103,9 @@ def quantize(
     return Quantized(values.astype(number.dtype), scales)
 
 
-def dequantize(quantized: Quantized, *, shape: tuple[int, ...], dtype: Any = "float32") -> Float[Array, "*dims"]:
+def dequantize(
+    quantized: Quantized, *, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = "float32"
+) -> Float[Array, "*dims"]:
     """Return the array of this shape, within `error_bound` of the original.
 
     Args:

@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -25,6 +25,9 @@ from meshpar.data.rows import Rows
 from meshpar.sharding.errors import check_divides, check_int, check_positive_int, problem
 from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.types import spec_axes
+
+if TYPE_CHECKING:
+    import grain
 
 Batch: TypeAlias = dict[str, Any]
 """Arrays by name with the same first dim: global `jax.Array`s, or NumPy arrays without a sharding."""
@@ -116,7 +119,7 @@ class Batches(Iterator[Batch]):
 
     def __init__(
         self, rows: Rows, *, batch_size: int, seed: int, fingerprint: str, sharding: Sharding = None,
-        prefetch: int = PREFETCH, extra: Mapping[str, Any] | None = None, order: Any = None,
+        prefetch: int = PREFETCH, extra: Mapping[str, Any] | None = None, order: grain.MapDataset[int] | None = None,
     ) -> None:  # fmt: skip
         self._assembly = _Assembly(rows, batch_size, sharding, dataset="training set")
         self.spec = self._assembly.spec
@@ -181,7 +184,7 @@ class Batches(Iterator[Batch]):
         self.close()
 
 
-def shuffled(start: int, stop: int, *, seed: str) -> Any:
+def shuffled(start: int, stop: int, *, seed: str) -> grain.MapDataset[int]:
     """Return the indices from `start` to `stop` as an infinite `grain.MapDataset`, in a new order per epoch."""
     import grain
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -27,6 +27,9 @@ from meshpar.data.rows import JoinedRows
 from meshpar.data.source import TokenSource, checked_files
 from meshpar.data.text import find
 from meshpar.sharding.errors import MeshparError, check_number, near, problem
+
+if TYPE_CHECKING:
+    import grain
 
 
 class Mixture:
@@ -94,7 +97,7 @@ class MixedSource(TokenSource):
         identity = [(name, weight, part.fingerprint) for (name, part), weight in entries]
         return hashlib.blake2b(f"mixture {identity}".encode(), digest_size=16).hexdigest()
 
-    def order(self) -> Any:
+    def order(self) -> grain.MapDataset[int] | None:
         """Return the infinite order of the training rows: sources in proportion to their weights, each shuffled."""
         import grain
 

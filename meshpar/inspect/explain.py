@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
+from jax.extend import core
 from jax.sharding import Mesh
 
 from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
@@ -222,7 +223,7 @@ def check_collectives(
     setup: Setup,
     execution: Execution,
     collectives: Sequence[Collective],
-    jaxpr: Any = None,
+    jaxpr: core.ClosedJaxpr | None = None,
     *,
     uses: Mapping[str, ParamUsage] | None = None,
     examination: Examination | None = None,

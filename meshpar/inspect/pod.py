@@ -73,7 +73,7 @@ class PodProcess:
         program: Program = self.call(compile_stablehlo, module, cluster, options=options)
         return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call an importable function in the process and return its result, which must be picklable."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from meshpar.inspect.census import Collective
 from meshpar.inspect.lint import Finding
@@ -23,6 +23,9 @@ from meshpar.inspect.memory import Contributor, Memory
 from meshpar.inspect.report_data import FunctionData, FunctionMemory, Sent, StepData
 from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.units import human_bytes, human_flops, human_time
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
 AnyReport: TypeAlias = StepData | FunctionData
@@ -561,12 +564,12 @@ _RICH: Mapping[Style, str] = {
 }  # fmt: skip
 
 
-def as_rich(report: AnyReport) -> Any:
+def as_rich(report: AnyReport) -> RenderableType:
     """Return the report as a renderable of rich."""
     return rich_of(sections(report), headline(report))
 
 
-def rich_of(parts: Iterable[Section], head: Iterable[Cell] = ()) -> Any:
+def rich_of(parts: Iterable[Section], head: Iterable[Cell] = ()) -> RenderableType:
     """Return lines followed by sections as a renderable of rich."""
     from rich.console import Group
 
@@ -584,7 +587,7 @@ def as_text(report: AnyReport) -> str:
     return text_of(as_rich(report))
 
 
-def text_of(renderable: Any, columns: int = TEXT_COLUMNS) -> str:
+def text_of(renderable: RenderableType, columns: int = TEXT_COLUMNS) -> str:
     """Return the text that rich prints, without colours."""
     from rich.console import Console
 

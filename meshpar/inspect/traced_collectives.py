@@ -72,17 +72,19 @@ class _Place:
             yield jaxpr, _Place(inner, sizes, scope)
 
 
-def messages(jaxpr: Any, schedule_counts: ScheduleCounts | None = None) -> tuple[Message, ...]:
+def messages(
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, schedule_counts: ScheduleCounts | None = None
+) -> tuple[Message, ...]:
     """Return the collectives that a function calls explicitly, with their counts per run of the function."""
     return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), schedule_counts))  # type: ignore[arg-type]
 
 
-def enters(jaxpr: Any, scope: str) -> bool:
+def enters(jaxpr: core.Jaxpr | core.ClosedJaxpr, scope: str) -> bool:
     """Return whether a traced function runs a `shard_map` within a named scope."""
     return any(eqn.primitive.name == "shard_map" and in_scope(eqn, scope) for eqn, _ in equations(jaxpr))
 
 
-def vocab_chunks(jaxpr: Any) -> int:
+def vocab_chunks(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> int:
     """Return the number of vocabulary chunks in the loss. The last chunk is computed after the loop."""
     scans = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan" and in_scope(eqn, SCOPE))
     return max((int(eqn.params["length"]) + 1 for eqn in scans), default=1)
@@ -127,7 +129,7 @@ def _messages(kind: str, eqn: Any, place: _Place, schedule_counts: ScheduleCount
         )
 
 
-def num_trips(loop: Any) -> int | None:
+def num_trips(loop: core.JaxprEqn) -> int | None:
     """Return the trip count of a `while` written like `lax.fori_loop` with constant bounds, else None."""
     condition, consts = loop.params["cond_jaxpr"].jaxpr, loop.params["cond_nconsts"]
     test = condition.eqns[-1] if condition.eqns else None

@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import shutil
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -61,7 +62,7 @@ class Entry:
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
-def library() -> Any:
+def library() -> types.ModuleType:
     """Import safetensors. Raises `ValueError` if it is not installed."""
     try:
         import safetensors.numpy

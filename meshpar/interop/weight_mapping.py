@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 Slices = tuple[slice, ...]
@@ -99,7 +100,7 @@ class WeightMapping:
             numbers = {"L": 0, **dict(zip(dims, index, strict=True))}
             yield self.template.format(**{**numbers, "L": numbers["L"] + self.first_layer}), index
 
-    def read(self, index: Slices, dtype: Any, read: ReadTensor) -> np.ndarray:
+    def read(self, index: Slices, dtype: jax.typing.DTypeLike, read: ReadTensor) -> np.ndarray:
         """Return a slice of the array. Only the matching slice of each tensor is read."""
         bounds = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
         out = np.empty([len(bound) for bound in bounds], dtype)

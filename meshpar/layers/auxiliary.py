@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 
 from meshpar.sharding.context import BOUNDARIES, TraceOption
 from meshpar.sharding.errors import check_cases, named, problem
+from meshpar.sharding.types import PyTree
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +96,7 @@ def _as_array(where: str, x: Any) -> jax.Array:
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
 
 
-def is_counted(metric: Any) -> bool:
+def is_counted(metric: object) -> bool:
     """Return whether a metric is a count, which is summed over parts of the batch. Other metrics are averaged."""
     return bool(jnp.issubdtype(jnp.result_type(metric), jnp.integer))
 
@@ -116,7 +117,7 @@ def check_numbers(metrics: Mapping[str, Any]) -> None:
                 raise problem(f"metric `{name}`", "use it as a scalar", reason, fix, code)
 
 
-def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[str, Any]]:
+def checked(out: Any, loss_fn: Callable[..., Any], *, trains: bool = True) -> tuple[Any, dict[str, Any]]:
     """Return the output of a loss function as (loss, metrics), after checking it."""
     is_pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)
     reason, fix = f"it returned {type(out).__name__}", "return a scalar, and a dict of scalars that may be empty"
@@ -136,6 +137,6 @@ def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[s
     return loss, metrics
 
 
-def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
+def means(sums: dict[str, jax.Array], total: PyTree) -> dict[str, jax.Array]:
     """Divide sums of metrics by `total`, the number of microbatches. Counts stay sums."""
     return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}

@@ -43,7 +43,7 @@ class Flow(Protocol):
     checks_backward: bool
     """Whether the backward pass of a `jax.custom_vjp` is examined."""
 
-    def inner(self, closed: Any, args: Sequence[Value]) -> list[Value]:
+    def inner(self, closed: core.Jaxpr | core.ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         """Return the outputs of an inner jaxpr."""
 
     def backward(self) -> Flow:
@@ -504,7 +504,7 @@ def _numbered_by_example(x: Value, index: int, indices: Value, index_map: Sequen
 
 @_rule("scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter-sub", "scatter_mul", "scatter-mul",
        "scatter_min", "scatter-min", "scatter_max", "scatter-max")  # fmt: skip
-def scatter(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
+def scatter(flow: Flow, eqn: core.JaxprEqn, operands: Sequence[Value]) -> Value:
     """x.at[..., indices, ...].set(updates), with the dims of `indices` as in `gather`."""
     x, indices, updates = operands
     numbers, adds = eqn.params["dimension_numbers"], eqn.primitive.name in ("scatter-add", "scatter_add")
@@ -624,7 +624,7 @@ for _name in ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint",
 
 
 @_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
-def custom_vjp(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+def custom_vjp(flow: Flow, eqn: core.JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     """A function with a backward pass of its own, which may combine examples as well."""
     out = call(flow, eqn, operands)
     if flow.checks_backward and not any(x.combined for x in out):

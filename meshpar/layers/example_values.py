@@ -85,7 +85,7 @@ def constant(x: Any) -> Value:
     return Value(tuple(dims), is_zero=not array.any(), known=array if is_exact(dtype) or not shape else None)
 
 
-def is_exact(dtype: Any) -> bool:
+def is_exact(dtype: jax.typing.DTypeLike) -> bool:
     """Return whether a dtype is an integer or Boolean dtype."""
     return bool(jax.numpy.issubdtype(dtype, np.integer) or dtype == np.bool_)  # numpy does not know the dtype of keys
 

@@ -60,7 +60,11 @@ class Scaled(NamedTuple):
 
 
 def scaled(
-    x: Float[Array, ...], dtype: Any, scale: Float[Array, ...] | None = None, *, dims: tuple[int, ...] | None = None
+    x: Float[Array, ...],
+    dtype: jax.typing.DTypeLike,
+    scale: Float[Array, ...] | None = None,
+    *,
+    dims: tuple[int, ...] | None = None,
 ) -> Scaled:
     """Round an array to an 8-bit format, `FORWARD` or `GRADIENT`.
 

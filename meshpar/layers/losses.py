@@ -174,7 +174,7 @@ def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
     return LossTerms.of(loss, {}).normalized()[0]
 
 
-def at_least_float32(x: Any) -> jax.Array:
+def at_least_float32(x: jax.typing.ArrayLike) -> jax.Array:
     """Convert to float32, unless the dtype has more bits."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.hardware.compile_target import KernelChoice
@@ -96,7 +96,7 @@ class Precision:
         patterns = [] if self.matmul is None else [pattern for pattern, _ in self._matmuls]
         return next((pattern for pattern in patterns if pattern not in matched), None)
 
-    def reduce_dtype(self, compute: Any) -> jnp.dtype:
+    def reduce_dtype(self, compute: jax.typing.DTypeLike) -> jnp.dtype:
         if jnp.issubdtype(compute, jnp.complexfloating):  # a real dtype would drop the imaginary part
             return jnp.dtype(compute)
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
@@ -169,7 +169,9 @@ def cast_back_fix(compute: str | None) -> str:
     )
 
 
-def high_precision_ops(jaxpr: Any, compute: str | None, meant: Collection[str] = ()) -> WideWork | None:
+def high_precision_ops(
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, compute: str | None, meant: Collection[str] = ()
+) -> WideWork | None:
     """Return the matmuls of a traced step in a wider dtype than `compute`, or None for a negligible share.
 
     Dtypes in `meant`, which precision rules assign to modules, are not reported.
@@ -195,7 +197,7 @@ def high_precision_ops(jaxpr: Any, compute: str | None, meant: Collection[str] =
     return WideWork(where, message, cast_back_fix(compute))
 
 
-def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+def products(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[tuple[int, Any]]:
     """Yield (FLOPs, equation) of each matmul and convolution. FLOPs count all iterations of enclosing scans."""
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
@@ -264,7 +266,7 @@ def check_wide(where: str, operation: str, fix: str) -> None:
     check_cases(where, requested, "unsupported-feature", (word is not None, "the kernel has no 8-bit matmuls", fix))
 
 
-def check_narrow(word: str, dtype: Any) -> None:
+def check_narrow(word: str, dtype: jax.typing.DTypeLike) -> None:
     """Check that 8-bit matmuls support the dtype of an operand."""
     fix = 'use compute="bfloat16", or select modules with a mapping from patterns'
     check_cases(
@@ -274,7 +276,7 @@ def check_narrow(word: str, dtype: Any) -> None:
     )  # fmt: skip
 
 
-def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
+def weight_grad_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype | None:
     """Return the dtype of the weight gradient's matmul, as in `dot_general`, or None outside a step."""
     context = NUMERICS.value
     return None if context is None else context.precision.reduce_dtype(dtype)
@@ -317,8 +319,9 @@ _with_gradient_layout.defvjp(lambda _, weight: (weight, None), lambda layout, _,
 
 
 def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, low_precision: bool = True,
-    names: tuple[str | None, ...] = (), **kwargs: Any,
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any,
+    precision: jax.lax.PrecisionLike = None, *, low_precision: bool = True, names: tuple[str | None, ...] = (),
+    **kwargs: Any,
 ) -> jax.Array:  # fmt: skip
     """Return `lax.dot_general` of activations (lhs) and a weight (rhs), whose gradient has the reduction dtype.
 

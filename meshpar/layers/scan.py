@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_slices, split_batch
 from meshpar.layers.precision import NUMERICS, REGATHERS
@@ -108,10 +109,10 @@ setattr(PrefetchedWeight, "__neg__", _shard_operator("__neg__"))  # noqa: B010
 class LoraWeight:
     """Weights of experts, `[E, d, f]`, with a LoRA pair for each, used as `weight + scale * a @ b`."""
 
-    weight: Any
-    a: Any
+    weight: jax.Array
+    a: jax.Array
     """[E, d, r]"""
-    b: Any
+    b: jax.Array
     """[E, r, f]"""
     scale: float = dataclasses.field(metadata={"static": True})
 
@@ -120,7 +121,7 @@ class LoraWeight:
         return self.weight.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.weight.dtype
 
     @property
@@ -145,7 +146,7 @@ class LayerRunner:
         """Return the weights of a layer from its shards. `stack_path` is the path of the stacked layers."""
         return shards
 
-    def run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+    def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
         """Return the result of `scan_layers`. `inputs` are stacked parameters, extra inputs and caches."""
         with jax.named_scope(stack_path):
             return scanned(layer, x, inputs, with_caches=inputs[2] is not None)
@@ -170,7 +171,7 @@ class StageRunner(LayerRunner):
     in_part: bool = False
     """Whether only a part of the model is traced, so that some modules may not be called."""
 
-    def run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+    def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
         reason = "pipeline stages run full sequences and keep no caches"
         fix = "restore the checkpoint with a strategy without stages, and decode with it"
         has_caches = inputs[2] is not None, reason, fix
@@ -201,7 +202,7 @@ def step_selects_residuals() -> bool:
 
 def scan_layers(
     layer: Callable[..., Any],
-    x: Any,
+    x: PyTree,
     params: PyTree,
     *,
     extra: PyTree = None,
@@ -209,7 +210,7 @@ def scan_layers(
     per_example: PyTree = None,
     path: str = "layers",
     staged: bool = True,
-) -> Any:
+) -> PyTree:
     """Apply the stacked layers of a model in sequence.
 
     Outside a training step this is `lax.scan`. Inside a step the options of the step and the strategy also apply:
@@ -299,7 +300,7 @@ class SlicedLayer:
         return on_slices(self, x, lambda layer, xs: layer(xs, inputs))
 
 
-def on_slices(layer: Layer, x: Any, run: Callable[[Layer, Any], Any]) -> Any:
+def on_slices(layer: Layer, x: PyTree, run: Callable[[Layer, Any], Any]) -> PyTree:
     """Return `run(layer, x)`. If the layer is a `SlicedLayer`, slice x once for all layers, and join the outputs."""
     if not isinstance(layer, SlicedLayer):
         return run(layer, x)
@@ -307,7 +308,7 @@ def on_slices(layer: Layer, x: Any, run: Callable[[Layer, Any], Any]) -> Any:
     return join_batch(out) if aux is None else (join_batch(out), aux)
 
 
-def scanned(layer: Layer, x: Any, inputs: PyTree, *, with_caches: bool = False) -> Any:
+def scanned(layer: Layer, x: PyTree, inputs: PyTree, *, with_caches: bool = False) -> PyTree:
     """Run the layers with `lax.scan`. See `scan_layers` for the result."""
     if isinstance(layer, SlicedLayer):
         return on_slices(layer, x, lambda layer, xs: scanned(layer, xs, inputs, with_caches=with_caches))
@@ -351,7 +352,7 @@ def _types(tree: PyTree) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 
-def with_aux(output: Any, *, has_sums: bool = False) -> tuple[Any, Aux | None]:
+def with_aux(output: PyTree, *, has_sums: bool = False) -> tuple[Any, Aux | None]:
     """Split the output of a layer into x and its `Aux`, or None. `has_sums` keeps the sums of the `Aux`."""
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux)):
         return output, None

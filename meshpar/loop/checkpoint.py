@@ -21,7 +21,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 import numpy as np
@@ -48,6 +48,9 @@ from meshpar.sharding.context import clear_context_mesh
 from meshpar.sharding.errors import MeshparError, check_positive_int, problem
 from meshpar.sharding.host_resources import is_url
 from meshpar.training.state import Setup, TrainState
+
+if TYPE_CHECKING:
+    from etils import epath
 
 SET_ASIDE = "set_aside"
 """Subfolder for checkpoints that a run does not continue from: damaged, or later than its restart."""
@@ -93,7 +96,7 @@ class Checkpoints:
       0
     """
 
-    def __init__(self, folder: Any, *, keep: int = 3) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         check_positive_int("Checkpoints", "the number of checkpoints to keep", keep=keep)
         self._is_local, self.folder = not is_url(folder), checkpoint_folder(folder)
         self._where = f"checkpoints in {self.folder}"
@@ -420,7 +423,7 @@ class NoRoomError(MeshparError):
     """The disk is too full for a checkpoint, so the save was not started."""
 
 
-def bytes_of(folder: Any) -> int:
+def bytes_of(folder: epath.Path) -> int:
     """Return the total bytes of the files in a folder and its subfolders."""
     if is_url(folder):
         return remote.filesystem(remote.join(folder), f"folder {folder}").du(remote.join(folder))

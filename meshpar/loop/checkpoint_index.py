@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,14 @@ from meshpar.sharding.host_resources import is_url
 from meshpar.sharding.types import path_str
 from meshpar.training.state import Setup, TrainState
 
+if TYPE_CHECKING:
+    from etils import epath
+
 FORMAT = 2
 """Version of the checkpoint format. Increase it if older readers would misread a new checkpoint."""
 
 
-def checkpoint_folder(folder: Any) -> Any:
+def checkpoint_folder(folder: str | os.PathLike[str]) -> epath.Path:
     """Return the folder of checkpoints as an absolute `epath.Path`, and prepare orbax to use it."""
     from etils import epath
 
@@ -51,13 +55,13 @@ class DamagedError(MeshparError):
     """The content of a checkpoint differs from the content at the save; `reason` says where."""
 
 
-def damaged(checkpoint: Any, reason: str) -> DamagedError:
+def damaged(checkpoint: object, reason: str) -> DamagedError:
     """Return the error for a damaged checkpoint."""
     fix = "choose another step, or restore the files from a backup"
     return DamagedError(f"checkpoint {checkpoint}", "read it, because it is damaged", reason, fix, "damaged-file")
 
 
-def read_index(folder: Any, step: int) -> dict[str, Any]:
+def read_index(folder: epath.Path, step: int) -> dict[str, Any]:
     """Return the index of an available step: format, versions, mesh, strategy, arrays by path and data position.
 
     Raises:
@@ -77,7 +81,7 @@ def read_index(folder: Any, step: int) -> dict[str, Any]:
     return index
 
 
-def damage_of(folder: Any, step: int) -> str | None:
+def damage_of(folder: epath.Path, step: int) -> str | None:
     """Return a description of the damage of a checkpoint, or None if it is intact.
 
     This needs no model, mesh or recipe. All arrays are read onto the first device.
@@ -90,7 +94,7 @@ def damage_of(folder: Any, step: int) -> str | None:
     return None
 
 
-def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
+def read_leaf(folder: epath.Path, index: Mapping[str, Any], path: str) -> np.ndarray:
     """Read an array of a checkpoint, unsharded, and check its fingerprint. Parameters are those of `mp.eval_params`.
 
     This needs no model, mesh or recipe. `index` is the return value of `read_index`, and `path` a key of
@@ -110,7 +114,9 @@ def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable
     return read_verified(checkpoint_folder(folder) / str(index["step"]), like, index, mesh)
 
 
-def read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+def read_verified(
+    folder: epath.Path, like: Mapping[str, Any], index: Mapping[str, Any], mesh: Mesh
+) -> dict[str, jax.Array]:
     """Read the arrays with the paths in `like`, and compare them with the fingerprints in the index."""
     arrays = agreed(folder, lambda: _read_arrays(folder, like))
     saved = [index["leaves"][path]["fingerprint"] for path in like]
@@ -169,7 +175,7 @@ def eval_sources(index: Mapping[str, Any], path: str) -> list[str]:
     return [path]
 
 
-def combined(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
+def combined(arrays: Sequence[jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Return a parameter from the arrays of its `eval_sources`."""
     return (arrays[0] if len(arrays) == 1 else schedule_free_iterate(*arrays)).astype(dtype)
 
@@ -275,7 +281,7 @@ def _words(x: jax.Array) -> jax.Array:
 # ---- Multiple processes ----------------------------------------------------------------------------------------------
 
 
-def agreed(checkpoint: Any, read: Callable[[], Any]) -> Any:
+def agreed(checkpoint: object, read: Callable[[], Any]) -> Any:
     """Return the result of `read`; if it fails on any process, raise `DamagedError` on all processes."""
     result, failure = None, None
     try:

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -42,6 +42,9 @@ PHASES = {
     "validate": "validating",
 }
 """Phases of `fit` other than steps, by their names in goodput and profiles."""
+
+Step: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Mapping[str, Any]]]
+"""(state, batch) -> (state, metrics), such as a `TrainStep`."""
 
 _RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu", "goodput")
 
@@ -243,7 +246,7 @@ class Run:
         get_state = getattr(self.batches, "get_state", None)
         return None if get_state is None else get_state()
 
-    def advance(self, step: Any) -> None:
+    def advance(self, step: Step) -> None:
         """Dispatch a step, and handle the record of the step `STEPS_IN_FLIGHT` before it."""
         if not self._in_flight:  # the devices are idle, so the time until now belongs to no step
             self._read_at, self._lost_at = time.perf_counter(), self.lost_s.copy()
@@ -306,7 +309,7 @@ class Run:
 
 
 def fit(
-    step: Any,
+    step: Step,
     state: TrainState,
     batches: Iterable[PyTree],
     *,
@@ -507,7 +510,8 @@ class Validator(Hook):
     """
 
     def __init__(
-        self, step: Any, batches: Iterable[PyTree] | Mapping[str, Iterable[PyTree]], *, every: int | None,
+        self, step: Callable[[TrainState, PyTree], Mapping[str, Any]],
+        batches: Iterable[PyTree] | Mapping[str, Iterable[PyTree]], *, every: int | None,
         of: Callable[[TrainState], TrainState] | None = None, weights: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         if iter(batches) is batches:

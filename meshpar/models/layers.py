@@ -25,7 +25,7 @@ from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
 from meshpar.sharding.manual_regions import outer_axes
-from meshpar.sharding.types import axes_of_spec, spec_axes
+from meshpar.sharding.types import PyTree, axes_of_spec, spec_axes
 
 # ---- The layout of activations ---------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ def rope_tables(cfg: Architecture) -> list[tuple[bool, float | None]]:
     return list(dict.fromkeys((kind.has_rope, kind.rope_theta) for kind in cfg.kinds))
 
 
-def by_kind(cfg: Architecture, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> Any:
+def by_kind(cfg: Architecture, kind: Array | None, value_of: Callable[[LayerKind], Any]) -> PyTree:
     """Return a value of the layer's kind: static if all kinds have it, otherwise an array."""
     values = [value_of(each) for each in cfg.kinds]
     return values[0] if len(set(values)) == 1 else jnp.asarray(values)[kind]

@@ -11,7 +11,9 @@ from meshpar.sharding.errors import check_cases, check_number, problem
 _DTYPES = {"floating": (jnp.floating, "floating-point numbers"), "integer": (jnp.integer, "integers")}
 
 
-def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floating", "integer"] = "floating") -> None:
+def check_array(
+    where: str, name: str, x: object, dims: str, dtype: Literal["floating", "integer"] = "floating"
+) -> None:
     """Check that `x` is a floating-point or integer array. `dims` names its dims, such as "T k"; "..." allows any."""
     shape, (kind, numbers) = getattr(x, "shape", None), _DTYPES[dtype]
     if shape is None or not hasattr(x, "dtype"):

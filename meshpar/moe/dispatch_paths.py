@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ class ReceivedTokens(NamedTuple):
     """Rows that arrived for the local experts, with the data needed to send results back."""
 
     tokens: jax.Array
-    sizes: Any
+    sizes: jax.Array | np.ndarray
     """Rows per local expert."""
     order: Order
     """Order of the local tokens' assignments."""

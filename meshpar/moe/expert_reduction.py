@@ -59,7 +59,7 @@ sum_gradient.defvjp(lambda axes, x: (varying(x, axes), None), lambda axes, _, g:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather_weight(dims: Dims, dtype: Any, shard: jax.Array) -> jax.Array:
+def gather_weight(dims: Dims, dtype: jax.typing.DTypeLike, shard: jax.Array) -> jax.Array:
     """Cast the shard of a weight to `dtype` and all-gather each dim over the mesh axes in `dims`.
 
     The gradient is reduce-scattered in the dtype of the shard.
@@ -74,7 +74,7 @@ def _gather(dims: Dims, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def use_gathered(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
+def use_gathered(dims: Dims, dtype: jax.typing.DTypeLike, shard: jax.Array, gathered: jax.Array) -> jax.Array:
     """Return an already gathered weight in `dtype`, and reduce-scatter its gradient to `shard`.
 
     It replaces `gather_weight` for weights that were gathered before the layer.

@@ -95,7 +95,7 @@ def schedule_free_of(opt_state: PyTree) -> list[tuple[Any, Any]]:
     return [leaf for leaf in leaves if isinstance(leaf[1], kind)]
 
 
-def schedule_free_iterate(params: Any, z: Any, b1: Any) -> jax.Array:
+def schedule_free_iterate(params: PyTree, z: PyTree, b1: jax.typing.ArrayLike) -> jax.Array:
     """Return the evaluation iterate x of `params = b1 x + (1 - b1) z`, in at least float32.
 
     Source: Defazio et al. 2024, "The Road Less Scheduled", equation 9.

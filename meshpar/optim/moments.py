@@ -28,7 +28,7 @@ _LEVELS = 127
 class OnHost:
     """Optimizer state in host memory between updates. It may be part of a larger state."""
 
-    state: Any
+    state: PyTree
 
 
 def offload_state(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -74,9 +74,9 @@ def on_host(state: PyTree) -> PyTree:
 class InBytes:
     """An array with one byte per element: `sign(k) (|k| / 127)⁴ · scale`, with a scale for each row of the last dim."""
 
-    levels: Any
+    levels: jax.Array
     """k, int8, with the shape and sharding of the array."""
-    scales: Any
+    scales: jax.Array
     """The largest magnitude of each row, float32, with the shape of the array without its last dim."""
 
 
@@ -98,7 +98,7 @@ class RoundedState(NamedTuple):
     b2 = 0.95 and by 14 % for b2 = 0.99. In int8 only the scale of such a row decays, which is exact.
     """
 
-    count: Any  # type: ignore[assignment]
+    count: jax.Array  # type: ignore[assignment]
     inner: PyTree
 
 

@@ -102,12 +102,14 @@ def matrices(names: Mapping[str, Names]) -> Callable[[PyTree], PyTree]:
 
 
 def muon(
-    learning_rate: Any, ns_coeffs: Any = (3.4445, -4.7750, 2.0315), ns_steps: int = 5, beta: float = 0.95,
-    eps: float = 1e-8, weight_decay: float = 0.0, weight_decay_mask: Any = None, mu_dtype: Any = None, *,
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: tuple[float, ...] | tuple[tuple[float, ...], ...] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5,
+    beta: float = 0.95, eps: float = 1e-8, weight_decay: float = 0.0, weight_decay_mask: PyTree = None,
+    mu_dtype: jax.typing.DTypeLike | None = None, *,
     nesterov: bool = True, preconditioning: str = "frobenius", adam_b1: float = 0.9, adam_b2: float = 0.999,
-    adam_eps_root: float = 0.0, adam_weight_decay: float = 0.0, adam_weight_decay_mask: Any = None,
-    adam_learning_rate: Any = None, muon_weight_dimension_numbers: Any = None, consistent_rms: float | None = None,
-    share: bool = True,
+    adam_eps_root: float = 0.0, adam_weight_decay: float = 0.0, adam_weight_decay_mask: PyTree = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None, muon_weight_dimension_numbers: PyTree = None,
+    consistent_rms: float | None = None, share: bool = True,
 ) -> optax.GradientTransformation:  # fmt: skip
     """Return `optax.contrib.muon` for sharded arrays, with the same numerical results.
 

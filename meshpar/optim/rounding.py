@@ -27,7 +27,7 @@ def _mixed(bits: jax.Array) -> jax.Array:
     return bits
 
 
-def random_bits(shape: Sequence[int], count: Any, array: int) -> jax.Array:
+def random_bits(shape: Sequence[int], count: jax.typing.ArrayLike, array: int) -> jax.Array:
     """Return 32 uniform bits for each element of an array, from the update number and the index of the element.
 
     They do not depend on the values, because a repeated value would then be rounded in the same direction in each
@@ -57,7 +57,7 @@ def in_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`: the number of updates, and the state of the optimizer."""
 
-    count: Any  # type: ignore[assignment]
+    count: jax.Array  # type: ignore[assignment]
     inner: PyTree
 
 
@@ -155,7 +155,7 @@ def lost_updates(params: PyTree, updates: PyTree) -> jax.Array | None:
     return num_lost / jnp.maximum(num_updates, 1)
 
 
-def checked(where: str, tx: Any) -> optax.GradientTransformation:
+def checked(where: str, tx: object) -> optax.GradientTransformation:
     """Return `tx` if it is an optimizer, and raise `ValueError` otherwise."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         reason, fix = "it has no init and update, as an optax optimizer has", "pass optax.adamw(3e-4), for example"

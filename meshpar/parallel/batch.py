@@ -79,7 +79,7 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
 class Repeated:
     """A scalar or PRNG key of a batch, repeated for each example so that it is sharded like the other leaves."""
 
-    each: Any
+    each: jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +156,7 @@ def split_by(sharding: NamedSharding) -> tuple[str, ...]:
     return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
     """Return the shape and the canonical dtype of a leaf, an array or a number."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +234,7 @@ class Execution:
         """Tokens per device and micro-step, or examples if the batch has no tokens."""
         return self.examples if self.tokens is None else self.tokens
 
-    def wire(self, dtype: Any) -> str:
+    def wire(self, dtype: jax.typing.DTypeLike) -> str:
         """Return the HLO dtype on the wire. XLA:CPU sends 16-bit floats as float32, and fp8 as float16."""
         name = _HLO_DTYPE.get(np.dtype(dtype).name, np.dtype(dtype).name)
         if self.on_cpu and name.startswith("f8"):

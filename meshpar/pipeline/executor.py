@@ -123,18 +123,18 @@ class _Carry:
 class Columns(NamedTuple):
     """The table of a schedule and its buffer slots, int32 arrays `[tick, stage, ...]`; see `Slots` and `Schedule`."""
 
-    arrives: Any
-    deferred_weight_grads: Any
-    branch: Any
+    arrives: np.ndarray
+    deferred_weight_grads: np.ndarray
+    branch: np.ndarray
     """Index in `TickPlan.op_sets` of the ops in a tick."""
-    chunk: Any
-    receive_buffer: Any
-    microbatch: Any
-    part: Any
+    chunk: np.ndarray
+    receive_buffer: np.ndarray
+    microbatch: np.ndarray
+    part: np.ndarray
     """Index of the model part of each op; −1 if there is no op."""
-    sends: Any
-    saved_activations: Any
-    pending_outputs: Any
+    sends: np.ndarray
+    saved_activations: np.ndarray
+    pending_outputs: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

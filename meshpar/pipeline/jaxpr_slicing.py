@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from meshpar.sharding.types import PyTree
 
 Variable = Any
 """A jaxpr variable."""
@@ -31,7 +33,7 @@ EXPENSIVE = frozenset(
 # ---- Tracing and evaluation ------------------------------------------------------------------------------------------
 
 
-def flat_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+def flat_jaxpr(fn: Callable[..., Any], *args: PyTree) -> tuple[ClosedJaxpr, Any]:
     """Return the jaxpr of `fn(*args)` with all calls inlined, and the types of the results.
 
     The types are avals, because `ShapeDtypeStruct`s lose the varying axes of values inside a `shard_map`.
@@ -143,7 +145,7 @@ class PendingLoop(NamedTuple):
     loop: _Loop
     body: Callable[..., Any]
     carry: list[Value]
-    xs: Any
+    xs: PyTree
     names: Any
     """Named scopes of the loop."""
 
@@ -225,7 +227,7 @@ def _lead(outside: Sequence[Variable], inside: Sequence[Variable]) -> int:
 # ---- Dependencies ----------------------------------------------------------------------------------------------------
 
 
-def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Return which outputs of a flat jaxpr depend on the marked inputs."""
     marked = {v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.eqns:

@@ -23,7 +23,7 @@ from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, is_spec, num_sha
 WHERE = "pipeline.value_and_grad"
 
 
-def check_functions(**functions: Any) -> None:
+def check_functions(**functions: object) -> None:
     """Check that arguments are callable."""
     for name, function in functions.items():
         if not callable(function):
@@ -67,7 +67,7 @@ def check_run(run: StagedModel) -> None:
 # ---- Arguments of a step ---------------------------------------------------------------------------------------------
 
 
-def checked_params(run: StagedModel, params: Any, specs: PyTree | None) -> Params:
+def checked_params(run: StagedModel, params: object, specs: PyTree | None) -> Params:
     """Check parameters and their specs against the schedule and the mesh, and return them as `Params`."""
     if not isinstance(params, tuple) or len(params) not in (1, 2):
         reason, fix = f"they are a {type(params).__name__}", "pass pipeline.Params(chunks, embedding_and_head)"

@@ -312,14 +312,14 @@ def experts(placed: Placed) -> list[Decision]:
 
 def elements_per_expert(
     step: Execution, decision: Decision, num_experts: int, num_shards: Callable[..., Any] | None = None
-) -> Any:
+) -> float | np.ndarray:
     """Return the number of elements of one expert's gathered weight on a rank, over all layers."""
     owned = set(owned_axes(step, decision))
     tensor_axes = step.ordered(set(split_axes(step, decision.spec)) & set(step.tensor_axes) - owned)
     return decision.leaf.size / num_experts / (num_shards or step.num_shards)(tensor_axes)
 
 
-def routed_bytes(placed: Placed, capacity: Any) -> Any:
+def routed_bytes(placed: Placed, capacity: float | np.ndarray) -> float | np.ndarray:
     """Return the bytes that MoE layers move for token buffers with `capacity` rows, on one device."""
     routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
     width = sum(leaf.num_layers * leaf.size_of("embed") for leaf in routers)

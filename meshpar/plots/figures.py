@@ -383,7 +383,7 @@ _MOST_WRITTEN = 16
 
 @styled
 def expert_load(
-    load: Any, *, num_ranks: int = 1, rows: Sequence[str] | None = None, title: str = "load of experts"
+    load: np.typing.ArrayLike, *, num_ranks: int = 1, rows: Sequence[str] | None = None, title: str = "load of experts"
 ) -> Figure:
     """Plot the load of experts per layer, as a multiple of the mean of the layer. White is the mean.
 

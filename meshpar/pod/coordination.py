@@ -63,7 +63,7 @@ class Pod:
             return True
         return False
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         """Set a key to a JSON value, replacing an earlier value."""
         self._client.key_value_set(f"{_PREFIX}/{key}", json.dumps(value), allow_overwrite=True)
 
@@ -119,7 +119,7 @@ class Pod:
         values, _ = self._gather(key, value, timeout_s)
         return max(value, *values.values())
 
-    def gather(self, about: str, value: Any, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
+    def gather(self, about: str, value: object, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
         """Return the JSON values of all processes, by process, or raise `ValueError` on all after a timeout.
 
         `about` is a name of the value for the error.
@@ -143,7 +143,7 @@ class Pod:
         missing = [number for number in range(self.num_processes) if str(number) not in values]
         return {int(number): values[number] for number in sorted(values, key=int)}, missing
 
-    def broadcast(self, about: str, value: Any, *, source: int = 0, timeout_s: float = WAIT_S) -> Any:
+    def broadcast(self, about: str, value: object, *, source: int = 0, timeout_s: float = WAIT_S) -> Any:
         """Return the JSON value of process `source` on all processes, or raise `ValueError` after a timeout.
 
         `about` is a name of the value for the error.

@@ -27,7 +27,7 @@ AT_LEAST_0: tuple[Callable[[Any], bool], str] = (lambda value: value >= 0, "it m
 _RATE: tuple[Callable[[Any], bool], str] = (lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
 
 
-def check_value(where: str, value: object, is_valid: bool, rule: str, code: str = "out-of-range") -> None:
+def check_value(where: str, value: Any, is_valid: bool, rule: str, code: str = "out-of-range") -> None:
     """Raise an error if the value of a field is not valid; `rule` describes valid values."""
     if not is_valid:
         raise problem(where, f"use {value!r:.200}", rule, "change it", code=code)

@@ -17,7 +17,7 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.training.options import StepOptions
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Convert a value to JSON values. Functions and other objects are represented by their names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -76,7 +76,7 @@ def _dataclasses_in(hint: Any) -> Iterator[type]:
         yield from _dataclasses_in(inner)
 
 
-def json_finite(value: Any) -> Any:
+def json_finite(value: object) -> Any:
     """Replace infinities and NaN, which JSON does not have, with strings."""
     if isinstance(value, Mapping):
         return {key: json_finite(item) for key, item in value.items()}
@@ -85,6 +85,6 @@ def json_finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_text(document: Any) -> str:
+def json_text(document: object) -> str:
     """Return a document as indented JSON, for a file."""
     return json.dumps(json_finite(document), indent=2, ensure_ascii=False) + "\n"

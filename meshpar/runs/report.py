@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,6 +28,9 @@ from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import replace_file
 from meshpar.training.lora import merged_params
 from meshpar.training.state import TrainState
+
+if TYPE_CHECKING:
+    from meshpar.sharding.adapters.model import Model
 
 
 def report(
@@ -122,7 +125,7 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
 
 
 def continued(
-    state: TrainState, config: Any, batch: Any, *, num_tokens: int, seed: int, model: Any = None, **options: Any
+    state: TrainState, config: Any, batch: np.typing.ArrayLike, *, num_tokens: int, seed: int, model: Model | None = None, **options: Any
 ) -> list[list[int]]:
     """Sample continuations of prompts that have the same length. Return token ids, [prompt, position].
 

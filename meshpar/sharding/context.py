@@ -71,7 +71,7 @@ class Boundaries:
     """First dims of all batch leaves. With `Rules(inputs={...: "batch"})`, some may differ from `num_examples`."""
     compute: str | None = None
     """Compute dtype of the step, to which outputs of modules with a precision rule are cast back."""
-    dot_general: Any = None
+    dot_general: Callable[..., jax.Array] | None = None
     """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
     policy: Callable[[str], Any] | None = None
     """Returns the `jax.checkpoint` policy for the value of a remat rule. None disables remat rules."""

@@ -9,7 +9,7 @@ import numbers
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -50,7 +50,7 @@ def problem(where: str, requested: str, reason: str, fix: str, code: str = "inva
     return MeshparError(where, requested, reason, fix, code)
 
 
-def is_int(value: Any, minimum: float = -math.inf) -> bool:
+def is_int(value: object, minimum: float = -math.inf) -> bool:
     """Return whether a value is an integer of at least `minimum`. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= minimum  # type: ignore[operator]
 
@@ -71,12 +71,12 @@ def check_int(where: str, meaning: str, *, minimum: int = 0, **values: Any) -> N
             raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}={max(minimum, 1)}", "not-an-int")
 
 
-def check_positive_int(where: str, meaning: str, **values: Any) -> None:
+def check_positive_int(where: str, meaning: str, **values: object) -> None:
     """Check that keyword arguments are positive integers; see `check_int`."""
     check_int(where, meaning, minimum=1, **values)
 
 
-def check_bool(where: str, meaning: str, **values: Any) -> None:
+def check_bool(where: str, meaning: str, **values: object) -> None:
     """Check that keyword arguments are True or False. `meaning` is a clause: "the sequence is sharded"."""
     for name, value in values.items():
         if not isinstance(value, bool):
@@ -84,7 +84,7 @@ def check_bool(where: str, meaning: str, **values: Any) -> None:
             raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}=True or {name}=False", "not-a-bool")
 
 
-def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: Any) -> None:
+def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: object) -> None:
     """Check that keyword arguments are among the choices; `meaning` as in `check_int`."""
     for name, value in values.items():
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
@@ -145,7 +145,7 @@ def near_or(word: str, options: Iterable[Any], otherwise: str, *, list_known: bo
     return f"{otherwise} ({hint})" if list_known else otherwise
 
 
-def named(f: Any) -> str:
+def named(f: Callable[..., Any]) -> str:
     """Return the name of a function with its file and line, if it is a Python function."""
     code = getattr(inspect.unwrap(f), "__code__", None)
     name = getattr(f, "__name__", str(f))
@@ -153,7 +153,13 @@ def named(f: Any) -> str:
 
 
 def check_takes(
-    where: str, f: Any, arguments: tuple[str, ...], fix: str, *, keywords: Iterable[str] = (), name: str = ""
+    where: str,
+    f: Callable[..., Any],
+    arguments: tuple[str, ...],
+    fix: str,
+    *,
+    keywords: Iterable[str] = (),
+    name: str = "",
 ) -> None:
     """Check that the signature of a function accepts these arguments."""
     try:

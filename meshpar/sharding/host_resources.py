@@ -73,7 +73,7 @@ def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
         raise _file_problem(f"{where} `{path}`", "write it", error, fix) from None
 
 
-def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:
+def write_json(path: str | os.PathLike[str], data: object, where: str) -> None:
     """Write a JSON file. Raises as `write_text` does."""
     write_text(path, json.dumps(data, indent=2) + "\n", where)
 

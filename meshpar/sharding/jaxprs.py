@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from jax.extend import core
 from jax.extend.core import jaxprs_in_params
 
 
-def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
+def equations(jaxpr: core.Jaxpr | core.ClosedJaxpr, runs: int = 1) -> Iterator[tuple[Any, int]]:
     """Yield each equation, and how often enclosing scans run it. Outer equations precede nested ones.
 
     Args:
@@ -22,11 +23,11 @@ def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner, runs * length)
 
 
-def in_scope(eqn: Any, scope: str) -> bool:
+def in_scope(eqn: core.JaxprEqn, scope: str) -> bool:
     """Return whether an equation has a named scope in its name stack."""
     return scope in str(eqn.source_info.name_stack)
 
 
-def has_scope(jaxpr: Any, scope: str) -> bool:
+def has_scope(jaxpr: core.Jaxpr | core.ClosedJaxpr, scope: str) -> bool:
     """Return whether any equation of a jaxpr was traced within a named scope."""
     return any(in_scope(eqn, scope) for eqn, _ in equations(jaxpr))

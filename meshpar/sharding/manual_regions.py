@@ -13,7 +13,7 @@ import jax
 
 from meshpar.sharding.context import ambient, param_spec, spec_of
 from meshpar.sharding.errors import problem
-from meshpar.sharding.types import axes_of_spec, axis_sizes, is_spec, spec_axes, without_axes
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, is_spec, spec_axes, without_axes
 
 
 def outer_axes() -> tuple[str, ...]:
@@ -46,8 +46,8 @@ def weight_axes(
 
 
 def per_device(
-    kernel: Callable[..., Any], specs: Any, out_specs: Any, *, check_vma: bool = True, all_axes: bool = False
-) -> Any:
+    kernel: Callable[..., Any], specs: PyTree, out_specs: PyTree, *, check_vma: bool = True, all_axes: bool = False
+) -> Callable[..., PyTree]:
     """Return a kernel under `shard_map`, manual over the axes in its specs that are larger than 1.
 
     Args:

@@ -260,7 +260,7 @@ def _checked_types(value: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType
     return tuple(types.get(axis, AxisType.Auto) or AxisType.Auto for axis in sizes)
 
 
-def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
+def with_auto_axes(where: str, mesh: AnyMesh) -> AnyMesh:
     """Return the mesh with Explicit axes changed to Auto. Steps are traced on it.
 
     Arrays between steps keep the types of the original mesh (`meshpar.sharding.constraints`).

@@ -9,14 +9,17 @@ import itertools
 import json
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from meshpar.sharding.errors import problem
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 T = TypeVar("T")
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert a value to dicts, lists and scalars for JSON. A `to_json` method takes precedence."""
     if hasattr(value, "to_json"):
         return value.to_json()
@@ -37,7 +40,7 @@ def parsed(kind: type[T], data: Mapping[str, Any], where: str, fix: str) -> T:
         raise problem(where, f"read a {kind.__name__}", str(error), fix, code="damaged-file") from error
 
 
-def abbreviated(data: Any) -> str:
+def abbreviated(data: object) -> str:
     """Return plain data as text of at most 80 characters."""
     text = json.dumps(data, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -85,7 +88,7 @@ def table(
     *,
     left: Collection[str] = (),
     caption: str | None = None,
-) -> Any:
+) -> RenderableType:
     """Return a rich table. An empty row separates two sections. Columns in `left` are left-aligned."""
     from rich.table import Table
 

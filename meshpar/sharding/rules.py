@@ -406,7 +406,7 @@ class Rules:
         return self._by_name.get(name)
 
 
-def axes_in(value: Any) -> set[str]:
+def axes_in(value: object) -> set[str]:
     """Return the mesh axes in the value of a rule."""
     if isinstance(value, First):
         value = value.alternatives
@@ -467,7 +467,7 @@ def _check_mapping(where: str, value: Any, argument: str, example: str) -> None:
         raise _invalid(where, value, f"{argument} must be a dict", f"{argument}={example}")
 
 
-def check_pattern(pattern: Any) -> None:
+def check_pattern(pattern: object) -> None:
     """Raise `ValueError` if a value is not a regular expression."""
     example = "a regular expression for the full path, such as r'.*/kernel'"
     if not isinstance(pattern, str):

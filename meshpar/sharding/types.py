@@ -155,7 +155,7 @@ def axes_of_spec(spec: Iterable[Any], sizes: Mapping[str, int] | None = None) ->
     return tuple(axis for entry in spec for axis in spec_axes(entry) if sizes is None or sizes[axis] > 1)
 
 
-def is_spec(x: Any) -> bool:
+def is_spec(x: object) -> bool:
     """Return whether a value is a PartitionSpec, for the argument `is_leaf` of `jax.tree` functions."""
     return isinstance(x, PartitionSpec)
 

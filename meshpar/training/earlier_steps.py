@@ -56,7 +56,7 @@ class EarlierSteps:
         self._last: Any = None
         """The counter in the last state."""
 
-    def add(self, step: Any, new_step: Any, metrics: Mapping[str, Any]) -> None:
+    def add(self, step: jax.Array, new_step: jax.Array, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step, and check a step that is no longer in flight.
 
         Args:

@@ -35,7 +35,7 @@ ExpertLeaves = dict[str, tuple[Names, str]]
 class Rebalanced(NamedTuple):
     """The result of `rebalance_experts`."""
 
-    state: Any
+    state: PyTree
     """The new TrainState, or the new parameters if parameters were passed."""
     placements: dict[str, tuple[ExpertPlacement, ...]]
     """Placements of the layers, by the keys of `loads` ("" if `loads` is an array)."""

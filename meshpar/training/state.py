@@ -69,7 +69,7 @@ class Setup:
         """The replicated sharding on the user's mesh, for metrics."""
         return NamedSharding(self.given_mesh, PartitionSpec())
 
-    def jit(self, f: Callable[..., PyTree], out: PyTree, **options: Any) -> Any:
+    def jit(self, f: Callable[..., PyTree], out: PyTree, **options: Any) -> jax.stages.Wrapped:
         """Return `jax.jit` of a function that is traced on Auto axes. Its inputs and outputs have the user's mesh."""
         return jax.jit(without_types(f, self.given_mesh), out_shardings=out, **options)
 
@@ -178,7 +178,7 @@ class Setup:
             step=counts[0], params=params, opt_state=opt_state, extra=extra, key=key, skipped=counts[1], setup=self
         )
 
-    def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
+    def called(self, f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call a function on the mesh of the step, whatever mesh is set in jax's context."""
         returns_types = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
         with replacing_mesh(self.mesh):
@@ -215,7 +215,7 @@ class Setup:
         return self._state(params, opt_state, extra, step_key, counts)
 
     @clear_context_mesh()
-    def lower_init(self) -> Any:
+    def lower_init(self) -> jax.stages.Lowered:
         """Return the lowered program that creates the state."""
         return self._jitted_init.lower(key_data_like())
 
@@ -237,7 +237,7 @@ class Setup:
 class TrainState:
     """The arrays of a training run between steps, as a pytree."""
 
-    step: Any
+    step: jax.Array
     """Number of steps, int32."""
     params: PyTree
     """Parameters, as nested dicts of arrays."""
@@ -245,9 +245,9 @@ class TrainState:
     """State of the optimizer."""
     extra: PyTree
     """Variables of the model other than parameters."""
-    key: Any
+    key: jax.Array
     """Raw data of the PRNG key, uint32[2] with jax's default implementation. Each step folds in its number."""
-    skipped: Any
+    skipped: jax.Array
     """Number of updates that were skipped because loss or gradients were not finite, int32."""
     setup: Setup = dataclasses.field(metadata={"static": True})
     """Origin and shardings of the state."""
@@ -276,7 +276,7 @@ class TrainState:
         return bound if is_plain else self.setup.model.intercept(bound, self.setup.called)
 
 
-def check_state(where: str, state: Any) -> None:
+def check_state(where: str, state: object) -> None:
     """Check that `state` is a `TrainState` with live buffers."""
     reason, fix = (
         f"it is a {type(state).__name__}",

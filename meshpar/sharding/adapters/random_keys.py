@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +13,7 @@ def key_data_like() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """Return whether an array, concrete or abstract, has typed random keys."""
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 

@@ -127,7 +127,7 @@ class PrefetchRunner(LayerRunner):
     setup: Setup
     regathers = True
 
-    def run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+    def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
         params, extra, caches = inputs
         if caches is not None:  # decoding has no backward pass
             return super().run(stack_path, layer, x, inputs)
@@ -172,7 +172,7 @@ def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
     return without_axes(PartitionSpec(*decision.spec[1:]), [axis for axis in axes if axis not in expert_axes])
 
 
-def prefetched(layer: Layer, x: Any, inputs: tuple[PyTree, PyTree], layout: LayerLayout) -> Any:
+def prefetched(layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree], layout: LayerLayout) -> PyTree:
     """Run stacked layers like `layers.scanned`, and gather the weights of each layer while the previous layer computes.
 
     `layer` is a function (x, (weights, extra, None)) -> x, or -> (x, Aux). Its `jax.checkpoint` policy saves no weight
