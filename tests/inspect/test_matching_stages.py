@@ -16,6 +16,7 @@ from jax import lax
 
 import meshpar as mp
 from meshpar.inspect import explain as explain_module
+from meshpar.inspect import stage_summary
 from meshpar.inspect.census import census, on_stage
 from meshpar.inspect.expected import expected_by_stage
 from meshpar.inspect.hlo import parser as hlo
@@ -455,6 +456,17 @@ def test_explain_counts_flops_and_bytes_of_stages(reports):
     ends = 4 * ((layers[False] - D) // 2 + D) / 2
     (line,) = (line for line in report.matching.matched if line.role == "weights before use")
     assert line.actual_bytes == once.sent_bytes + ends
+
+
+def test_bytes_of_gathers_are_those_of_the_busiest_stage():
+    """F and B in a tick share a gather, so the first of two stages gathers 7 times and the second 5 times."""
+    inside = mp.fsdp(min_bytes=0)
+    case = Case(mp.MeshSpec(stage=2, fsdp=2), "eager-1f1b", 4, inside, deep=False, gather="microbatch")
+    step, state, batch = case.step(case.mesh.abstract())
+    once, often = stage_summary.stages(step.describe(state, batch), None).gathering
+    held = 4 * 2 * L * D * F // 2
+    assert (once.held_bytes, once.sent_bytes) == (held, held / 2)
+    assert (often.held_bytes, often.sent_bytes) == (held // 2 + held, 7 * once.sent_bytes)
 
 
 def leaves_of(case):

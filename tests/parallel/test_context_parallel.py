@@ -18,6 +18,8 @@ from meshpar.inspect.census import census
 from meshpar.inspect.timeline.simulator import timeline
 from meshpar.models import TransformerConfig, generate, next_token_loss
 from meshpar.models import context_attention as context
+from meshpar.parallel.context_parallelism import Context
+from meshpar.parallel.parallelism import SearchSpace
 from meshpar.sharding.context import spec_of
 from tests.equal import VOCAB, mesh_of
 from tests.errors import raises
@@ -35,6 +37,12 @@ def config(**changes):
 
 CP, TP, TP_SEQ = mp.context_parallel(), mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
 HEADS = mp.context_parallel(kind="all-to-all")
+
+
+@pytest.mark.parametrize(("seq_len", "kinds"), [(16, ["ring", "all-to-all"]), (12, []), (None, [])])
+def test_candidates_divide_the_sequence_in_two_parts_per_rank(seq_len, kinds):
+    space = SearchSpace(sizes={"context": 4}, examples=8, seq_len=seq_len, num_layers=2)
+    assert [candidate.kind for candidate in Context.candidates(space)] == kinds
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ from tests.errors import raises
 EXAMPLES, SEQ = 200, 4
 
 
-def checked(**changes):
+def checked(side="arrays", **changes):
+    """Check a training set and a validation set (`side="valid"`), one of them with changes."""
     tokens = np.random.default_rng(0).integers(0, 256, (EXAMPLES, SEQ), dtype=np.int32)
-    arrays = {"inputs": tokens.copy(), "targets": tokens.copy()}
+    sets = {name: {"inputs": tokens.copy(), "targets": tokens.copy()} for name in ("arrays", "valid")}
     for name, (example, value) in changes.items():
-        arrays[name][example, 1] = value
-    recipe = small(data=ArrayData(arrays=lambda: arrays))
+        sets[side][name][example, 1] = value
+    recipe = small(data=ArrayData(**sets))
     check_ids(recipe, recipe.data.open(batch_size=8, seed=0))
 
 
@@ -31,11 +32,19 @@ def test_check_ids_accepts_the_vocabulary_and_ignored_targets():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("targets", 256), ("targets", -1), ("inputs", 300), ("inputs", -100)], ids=str
+    ("side", "name", "value"),
+    [
+        ("arrays", "targets", 256),
+        ("arrays", "targets", -1),
+        ("arrays", "inputs", 300),
+        ("arrays", "inputs", -100),
+        ("valid", "targets", 256),
+    ],
+    ids=str,
 )
-def test_check_ids_names_the_array_and_the_id(name, value):
+def test_check_ids_names_the_array_and_the_id(side, name, value):
     with raises("out-of-range", f"data array `{name}`"):
-        checked(**{name: (7, value)})
+        checked(side, **{name: (7, value)})
 
 
 def test_mixture_from_the_command_line_reports_its_sources(meshpar, tmp_path):
