@@ -153,12 +153,12 @@ def _saved_steps(run: str, step: int | None = None) -> tuple[Any, list[int]]:
         remote.check_url(str(path), where)
     with remote.accessing(str(path), where, "read its checkpoints") if is_url(run) else contextlib.nullcontext():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        exists = folder.is_dir()
-    steps = Checkpoints(folder).steps() if exists else []
+        is_folder = folder.is_dir()
+    steps = Checkpoints(folder).steps() if is_folder else []
     if not steps or step not in (None, *steps):
-        code = "not-found" if exists else "missing-file"
+        code = "not-found" if is_folder else "missing-file"
         reason = f"the saved steps are {steps}" if steps else "it has no checkpoints"
-        reason = reason if exists else "the folder does not exist"
+        reason = reason if is_folder else "the folder does not exist"
         fix = "name a saved step of a run, such as runs/NAME"
         raise problem(where, "read its checkpoints", reason, fix, code=code)
     return folder, steps if step is None else [step]

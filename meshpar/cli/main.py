@@ -286,12 +286,12 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 def check_output_file(path: str, suffixes: tuple[str, ...] = ()) -> None:
     """Check, before any long computation, that a file can be written and has one of the suffixes."""
     check_local(path, path, "name a local file")
-    folder, exists = Path(path).absolute().parent, os.path.exists(path)
+    folder, path_exists = Path(path).absolute().parent, os.path.exists(path)
     for is_wrong, reason, fix, code in (
         (suffixes and Path(path).suffix not in suffixes, f"its name must end in {' or '.join(suffixes)}",
          f"name it {Path(path).stem or 'my'}{(*suffixes, '')[0]}", "unknown-choice"),
         (not folder.is_dir(), f"there is no folder {folder}", f"make it: mkdir -p {folder}", "missing-file"),
-        (not os.access(path if exists else folder, os.W_OK), "you do not have permission",
+        (not os.access(path if path_exists else folder, os.W_OK), "you do not have permission",
          "name a file in a folder that you can write to", "not-writable"),
     ):  # fmt: skip
         if is_wrong:

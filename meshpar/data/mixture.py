@@ -163,10 +163,10 @@ def check_sources(data: Any, *, default: tuple[str, ...], example: str) -> None:
         weights[name] = float(weight)
     if isinstance(files, Mapping):
         for name in sorted({*files} ^ {*weights}):
-            field, other, known = ("files", "sources", weights) if name in files else ("sources", "files", files)
+            field, other, other_names = ("files", "sources", weights) if name in files else ("sources", "files", files)
             reason, fix = (
                 f"`{other}` does not contain this name",
-                f"use the same names in both fields ({near(name, known)})",
+                f"use the same names in both fields ({near(name, other_names)})",
             )
             raise problem(f"`{where}.{field}`", f"use the source `{name}`", reason, fix, "unknown-name")
         files = {name: (entry,) if isinstance(entry, str) else entry for name, entry in files.items()}

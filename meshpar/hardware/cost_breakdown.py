@@ -276,28 +276,28 @@ def breakdown(
     """
     name = str(algorithm).lower().replace("_", "-")
     check_choice("cost", "an algorithm", tuple(ALGORITHMS), algorithm=name)
-    known = ALGORITHMS[name]
+    entry = ALGORITHMS[name]
     check_positive_int(f"`{name}`", "a number of ranks", ranks=num_ranks, servers=servers, inner=inner or 1)
     check_number(f"`{name}`", "9e-13", positive=False, gamma_s_per_byte=gamma_s_per_byte)
     over = over if isinstance(over, Link) else parse_profile(over)
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
     all_axes = axes or tuple(axis_sizes(mesh))
     phases: tuple[LinkCost, ...]
-    if known.name == "hierarchical":
+    if entry.name == "hierarchical":
         phases = _two_levels(payload_bytes, num_ranks, over, inner, axes, mesh, by_messages=by_messages)
     else:
-        options = {"num_servers": servers} if known.name == "parameter-server" else {}
-        kind = "collective-permute" if by_messages or not known.uses_all_ports else known.kind
-        phases = (LinkCost(known.cost(payload_bytes, num_ranks, **options), *_link(kind, over, all_axes, mesh)),)
+        options = {"num_servers": servers} if entry.name == "parameter-server" else {}
+        kind = "collective-permute" if by_messages or not entry.uses_all_ports else entry.kind
+        phases = (LinkCost(entry.cost(payload_bytes, num_ranks, **options), *_link(kind, over, all_axes, mesh)),)
     crossover_bytes = None
-    if known.kind == "all-reduce" and len(phases) == 1:
+    if entry.kind == "all-reduce" and len(phases) == 1:
         tree, _ = _link("collective-permute", over, all_axes, mesh)
         ring, _ = (tree, "") if by_messages else _link("all-reduce", over, all_axes, mesh)
         gamma = {"gamma_s_per_byte": gamma_s_per_byte}
         crossover_bytes = cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree, **gamma)
     return CostBreakdown(
         over="as given" if isinstance(over, Link) else f"{over.name}, {over.links_from}",
-        algorithm=known,
+        algorithm=entry,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,
         phases=phases,

@@ -367,7 +367,7 @@ def _smaller(setup: Setup, execution: Execution, *, state: bool) -> list[Strateg
     With `state`, vary the components that shard the training state; otherwise, vary the other components.
     """
     strategy = setup.strategy
-    parts = [part for part in strategy.parts if part.shards_state == state]
+    parts = [part for part in strategy.components if part.shards_state == state]
     if parts or not state:
         return [variant for part in parts for variant in strategy.memory_reductions(part, execution)]
     variants = []

@@ -71,7 +71,7 @@ def examine(jaxpr: core.ClosedJaxpr, args: Sequence[Value]) -> Examination:
     outputs = tuple(value.combined or _not_a_sum(value) for value in values)
     in_layers = tuple(x for x in flow.all_combined if x.in_layers)
     divisor = values[0].divisor if values else 1.0
-    return Examination(outputs, in_layers, tuple(flow.found.values()), divisor)
+    return Examination(outputs, in_layers, tuple(flow.combinations.values()), divisor)
 
 
 def _not_a_sum(value: Value) -> Combined | None:
@@ -86,7 +86,7 @@ class _Flow:
 
     def __init__(self, batch_sizes: frozenset[int], *, checks_backward: bool = True) -> None:
         self.batch_sizes, self.checks_backward = batch_sizes, checks_backward
-        self.found: dict[Any, Combination] = {}
+        self.combinations: dict[Any, Combination] = {}
         self.all_combined: list[Combined] = []
         self.where, self.in_layers, self.runs = "", False, 1
 
@@ -172,7 +172,7 @@ class _Flow:
         """Note the sizes of an operation that combines examples."""
         arrays = [x.aval for x, value in zip(eqn.invars, operands, strict=True) if value.depends]
         arrays += [x.aval for x in eqn.outvars]
-        self.found[eqn] = Combination(tuple((math.prod(x.shape), x.dtype.name) for x in arrays), self.runs)
+        self.combinations[eqn] = Combination(tuple((math.prod(x.shape), x.dtype.name) for x in arrays), self.runs)
 
 
 def _is_routed(eqn: Any) -> bool:

@@ -382,7 +382,7 @@ class _Verifier:
             options = {name: rng.choice(values) for name, values in OPTIONS.items()}
             try:
                 parts = tuple(_replace(part, {name: rng.choice(values) for name, values in VARIED.items()})
-                              for part in rng.choice(strategies).parts)  # fmt: skip
+                              for part in rng.choice(strategies).components)  # fmt: skip
                 case = self._case(sizes, parts, options, of_pairs=rng.random() < _PAIRS_SHARE)
             except MeshparError:  # the schedule does not exist for these sizes
                 continue
@@ -499,22 +499,22 @@ class _Verifier:
         for axis in sizes if len(sizes) > 1 or max(sizes.values(), default=1) > 2 else ():
             for size in {1, sizes[axis] // 2} - {sizes[axis]} - ({1} if len(sizes) == 1 else set()):
                 yield from self._on_mesh(case, {**sizes, axis: size})
-        for index, part in enumerate(case.strategy.parts):
+        for index, part in enumerate(case.strategy.components):
             for name, values in VARIED.items():
                 if getattr(part, name, values[0]) != values[0]:
                     with contextlib.suppress(MeshparError):
                         simpler = dataclasses.replace(part, **{name: values[0]})
-                        parts = (*case.strategy.parts[:index], simpler, *case.strategy.parts[index + 1 :])
+                        parts = (*case.strategy.components[:index], simpler, *case.strategy.components[index + 1 :])
                         yield dataclasses.replace(case, strategy=Strategy(parts))
 
     def _on_mesh(self, case: Case, sizes: Mapping[str, int]) -> Iterator[Case]:
         """Yield the same strategy on a smaller mesh, without parallelisms whose axis is missing."""
-        old = {type(part): part for part in case.strategy.parts}
+        old = {type(part): part for part in case.strategy.components}
         sizes = {**dict.fromkeys(self._axes(), 1), **sizes}
         for strategy in candidates(self._search_space(sizes)):
             with contextlib.suppress(MeshparError):
                 parts = []
-                for part in strategy.parts:
+                for part in strategy.components:
                     before = old.get(type(part))
                     parts.append(_replace(part, {name: getattr(before, name, x[0]) for name, x in VARIED.items()}))
                 yield self._case(sizes, tuple(parts), case.options, of_pairs=case.of_pairs)
@@ -525,7 +525,7 @@ def _features(case: Case) -> Iterator[str]:
     yield from (f"{name}={value}" for name, value in case.options.items())
     if case.of_pairs:
         yield "loss=pairs"
-    for part in case.strategy.parts:
+    for part in case.strategy.components:
         yield part.name
         yield from (f"{part.name} {name}={value}" for name, value in part.arguments().items() if name != "stages")
 

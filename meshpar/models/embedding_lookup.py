@@ -135,7 +135,7 @@ def _backward(lookup: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, No
     return d_table_VE.astype(g_BTE.dtype), None
 
 
-exchanged_rows.defvjp(lambda how, table, tokens: (exchanged_rows(how, table, tokens), tokens), _backward)
+exchanged_rows.defvjp(lambda lookup, table, tokens: (exchanged_rows(lookup, table, tokens), tokens), _backward)
 
 
 def _local_ids(lookup: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:

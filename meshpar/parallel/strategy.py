@@ -46,21 +46,21 @@ class Strategy:
     `a | b` composes two strategies. The rules of `b` take precedence.
 
     Args:
-      parts: the components.
+      components: the parallelisms, in order.
       big_leaf_bytes: a larger leaf must be sharded or explicitly replicated by a rule; otherwise it is an error.
 
     Raises:
-      MeshparError: `parts` is not a nonempty tuple of `Parallelism`, or `big_leaf_bytes` is not a size.
+      MeshparError: `components` is not a nonempty tuple of `Parallelism`, or `big_leaf_bytes` is not a size.
     """
 
-    parts: tuple[Parallelism, ...]
+    components: tuple[Parallelism, ...]
     big_leaf_bytes: int = BIG_LEAF_BYTES
 
     def __post_init__(self) -> None:
-        is_valid = isinstance(self.parts, tuple) and all(isinstance(part, Parallelism) for part in self.parts)
-        if not is_valid or not self.parts:
-            reason, fix = "parts must be a nonempty tuple of Parallelism", "write mp.fsdp() | mp.Rules(mlp=None)"
-            raise problem("Strategy()", f"set parts={self.parts!r}", reason, fix, code="wrong-type")
+        is_valid = isinstance(self.components, tuple) and all(isinstance(part, Parallelism) for part in self.components)
+        if not is_valid or not self.components:
+            reason, fix = "they must be a nonempty tuple of Parallelism", "write mp.fsdp() | mp.Rules(mlp=None)"
+            raise problem("Strategy()", f"set components={self.components!r}", reason, fix, code="wrong-type")
         check_int("Strategy()", "the maximum size of a replicated leaf", big_leaf_bytes=self.big_leaf_bytes)
 
     # -- Rules --------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Strategy:
     @functools.cached_property
     def rules(self) -> RuleSets:
         """The merged rules of all components."""
-        return functools.reduce(RuleSets.__and__, (part.rules() for part in self.parts))
+        return functools.reduce(RuleSets.__and__, (part.rules() for part in self.components))
 
     @property
     def params(self) -> Rules:
@@ -95,24 +95,24 @@ class Strategy:
     @property
     def required_axes(self) -> tuple[RequiredAxis, ...]:
         """Mesh axes whose size must be greater than 1."""
-        return tuple(required for part in self.parts for required in part.required_axes())
+        return tuple(required for part in self.components for required in part.required_axes())
 
     @property
     def quantize(self) -> Quantize | None:
         """Quantization of sharded parameters and their gradients for communication, or None."""
-        values = (getattr(part, "quantize", None) for part in reversed(self.parts))
+        values = (getattr(part, "quantize", None) for part in reversed(self.components))
         return next((value for value in values if value is not None), None)
 
     @property
     def prefetched_axes(self) -> tuple[str, ...]:
         """Axes over which the next layer's weights are gathered in advance. Empty without prefetching."""
-        part = next((part for part in reversed(self.parts) if getattr(part, "prefetch", 0)), None)
+        part = next((part for part in reversed(self.components) if getattr(part, "prefetch", 0)), None)
         return () if part is None else axes_of(part.name, part.axis)  # type: ignore[attr-defined]
 
     @property
     def is_hybrid(self) -> bool:
         """Whether `hsdp` shards the state inside groups that replicate each other."""
-        return any(part.name == "hsdp" for part in self.parts)
+        return any(part.name == "hsdp" for part in self.components)
 
     def group_axes(self, batch_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the batch axes that shard no parameter. Ranks along these axes have equal shards."""
@@ -121,7 +121,7 @@ class Strategy:
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline component, or None."""
-        return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
+        return next((part for part in reversed(self.components) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
 
     def expected_collectives(self, execution: Execution) -> tuple[ExpectedCollective, ...]:
         """Return the collectives that XLA should insert for this strategy, in a step without pipeline stages.
@@ -144,16 +144,16 @@ class Strategy:
     def activation_collectives(self, execution: Execution) -> tuple[ExpectedCollective, ...]:
         """Return the activation collectives. A collective that two components expect counts once."""
         expected: list[ExpectedCollective] = []
-        for part in self.parts:
+        for part in self.components:
             earlier = set(expected)
             expected += [item for item in part.expected_collectives(execution) if item not in earlier]
         return tuple(expected)
 
     def memory_reductions(self, part: Parallelism, execution: Execution) -> tuple[Strategy, ...]:
         """Return copies of this strategy in which `part` is replaced by a variant that needs less memory."""
-        index = self.parts.index(part)
+        index = self.components.index(part)
         return tuple(
-            dataclasses.replace(self, parts=(*self.parts[:index], variant, *self.parts[index + 1 :]))
+            dataclasses.replace(self, components=(*self.components[:index], variant, *self.components[index + 1 :]))
             for variant in part.memory_reductions(execution)
         )
 
@@ -162,7 +162,7 @@ class Strategy:
     @property
     def label(self) -> str:
         """The Python expression that creates this strategy."""
-        return " | ".join(map(repr, self.parts))
+        return " | ".join(map(repr, self.components))
 
     def __repr__(self) -> str:
         return self.label
@@ -172,7 +172,7 @@ class Strategy:
             return NotImplemented
         other = as_strategy(other)
         self._check_not_undone(other)
-        return Strategy((*self.parts, *other.parts), min(self.big_leaf_bytes, other.big_leaf_bytes))
+        return Strategy((*self.components, *other.components), min(self.big_leaf_bytes, other.big_leaf_bytes))
 
     def __ror__(self, other: Rules) -> Strategy:
         return as_strategy(other) | self if isinstance(other, Rules) else NotImplemented
@@ -182,7 +182,7 @@ class Strategy:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads."""
-        return {"parts": [part.to_json() for part in self.parts], "big_leaf_bytes": self.big_leaf_bytes}
+        return {"parts": [part.to_json() for part in self.components], "big_leaf_bytes": self.big_leaf_bytes}
 
     # -- Checks -------------------------------------------------------------------------------------------------------
 
@@ -329,10 +329,10 @@ def from_json(data: Mapping[str, Any]) -> Strategy:
         if name == RulesOnly.name:
             parts.append(RulesOnly(Rules.from_json(arguments)))
         elif name == Custom.name:
-            parts += custom(**{field: Rules.from_json(rules) for field, rules in arguments.items()}).parts
+            parts += custom(**{field: Rules.from_json(rules) for field, rules in arguments.items()}).components
         else:
             values = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            parts += _preset(f"strategy part `{name}`", str(name))(**values).parts
+            parts += _preset(f"strategy part `{name}`", str(name))(**values).components
     return Strategy(tuple(parts), data.get("big_leaf_bytes", BIG_LEAF_BYTES))
 
 
@@ -354,7 +354,7 @@ def parse_strategy(text: str) -> Strategy:
     except SyntaxError as error:
         raise _unreadable(text, f"it is not a Python expression ({error.msg})") from error
     except (RecursionError, MemoryError):
-        raise _unreadable(f"{text[:100]}…", "it has too many parts") from None
+        raise _unreadable(f"{text[:100]}…", "it has too many components") from None
 
 
 def _evaluate(node: object, text: str) -> Strategy:

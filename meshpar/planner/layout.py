@@ -185,7 +185,7 @@ class Placed:
             yield from ((expected, 1.0) for expected in expected_collectives(step))
         if strategy.pipeline is not None:  # activation collectives are expected for all layers; a stage has a fraction
             fraction, step = 1 / strategy.pipeline.stages, dataclasses.replace(step, weights=self.weights)
-        for part in strategy.parts:
+        for part in strategy.components:
             yield from ((expected, fraction) for expected in (*part.expected_collectives(step), *part.kernels(step)))
 
     def sends_activations(self, layout: Layout) -> bool:
@@ -274,7 +274,7 @@ class Placer:
         # comparing rules would dominate the time of the search.
         pipeline = strategy.pipeline
         stages = pipeline and (pipeline.stages, pipeline.stage_layer_offset, pipeline.shortened().num_parts)
-        number = self._numbers.setdefault((tuple(map(rules_key, strategy.parts)), stages), len(self._numbers))
+        number = self._numbers.setdefault((tuple(map(rules_key, strategy.components)), stages), len(self._numbers))
 
         def resolved(leaf: Leaf, rules: Rules, *, key: Any) -> Any:
             return self._once((number, key, tuple(sizes.values())), lambda: resolve(leaf, rules, sizes))
@@ -292,7 +292,7 @@ class Placer:
         """Return the decisions of the rule set with this index. Equal rule sets share them."""
         rules = strategy.rules[index]
         key = self._numbers.setdefault(
-            (tuple(rules_key(part)[index] for part in strategy.parts), stages), len(self._numbers)
+            (tuple(rules_key(part)[index] for part in strategy.components), stages), len(self._numbers)
         )
         axes = self._once((key, "axes"), lambda: sorted(rules.axes))
 

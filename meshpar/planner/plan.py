@@ -372,7 +372,7 @@ def _traceable(search: Search, loss: Callable[..., Any], top: int) -> Iterator[C
     is_traceable: dict[Any, bool] = {}
     for candidate in search.best(4 * top):
         axes = tuple(size > 1 for size in candidate.layout.mesh.values())
-        key = axes, tuple(map(repr, candidate.layout.strategy.parts)), candidate.layout.batch_slices
+        key = axes, tuple(map(repr, candidate.layout.strategy.components)), candidate.layout.batch_slices
         if key not in is_traceable:
             is_traceable[key] = _traces(search, candidate.layout, loss)
         if is_traceable[key]:

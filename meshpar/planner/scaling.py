@@ -156,7 +156,7 @@ def best_by_kind(search: Search) -> Mapping[str, Candidate]:
     best: dict[str, Candidate] = {}
     for start in search.starts():
         kind = kind_of(start.strategy)
-        is_skipped = len(start.strategy.parts) > MAX_PARTS or start.state_bytes > search.limit_bytes
+        is_skipped = len(start.strategy.components) > MAX_PARTS or start.state_bytes > search.limit_bytes
         if is_skipped or num_evaluated.get(kind, 0) >= MAX_CANDIDATES:
             continue
         try:
@@ -172,4 +172,4 @@ def best_by_kind(search: Search) -> Mapping[str, Candidate]:
 
 def kind_of(strategy: Strategy) -> str:
     """Return the names of the parallelisms of a strategy: `fsdp | tensor_parallel`."""
-    return " | ".join(repr(part).partition("(")[0] for part in strategy.parts)
+    return " | ".join(repr(part).partition("(")[0] for part in strategy.components)

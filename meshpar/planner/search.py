@@ -209,7 +209,7 @@ class Search:
             used_axes = tuple(size > 1 for size in sizes.values())
             for strategy in self.strategies(sizes):
                 if (key := keys.get(strategy)) is None:
-                    key = keys[strategy] = tuple(map(rules_key, strategy.parts))
+                    key = keys[strategy] = tuple(map(rules_key, strategy.components))
                 groups[used_axes, key].append((sizes, strategy))
         starts = []
         for members in groups.values():
@@ -259,7 +259,7 @@ class Search:
             state += slot.nbytes / shards(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
         cut = (*step.batch_axes, *step.context_axes)
         fraction = step.num_shards(cut) / shards(cut) / step.num_shards(step.ordered(["stage"]))
-        for part in placed.strategy.parts:
+        for part in placed.strategy.components:
             for expected in (*part.expected_collectives(step), *part.kernels(step)):
                 nbytes = expected.count[0] * expected.elements * 2 * fraction * (1 - 1 / shards(expected.axes))
                 activations_s += nbytes / self._max_bytes_per_s(expected.axes, of, shards)
@@ -461,7 +461,7 @@ class Search:
                 code="indivisible",
             )
         used = {axis for rules in layout.strategy.rules for axis in rules.axes}
-        used |= {axis for part in layout.strategy.parts for axis in part.axes}
+        used |= {axis for part in layout.strategy.components for axis in part.axes}
         for axis, size in sizes.items():
             if size > 1 and axis not in used:
                 reason = f"nothing is sharded over it, so its {size} ranks would repeat the same work"
@@ -491,7 +491,7 @@ class Search:
                 specs = (spec for weight in placed.weights for spec in (weight.spec, weight.grads, weight.update))
                 used = {axis for spec in specs for axis in axes_of_spec(spec)}
                 # A parallelism without rules for parameters shards the batch only.
-                has_use = (used & set(part.axes) or not _shards_params(part) for part in strategy.parts)
+                has_use = (used & set(part.axes) or not _shards_params(part) for part in strategy.components)
                 if self.workload.examples % placed.batch_shards == 0 and all(has_use):
                     return True
         return False

@@ -128,10 +128,10 @@ class Recipe:
 
     def __new__(cls, **fields: Any) -> Recipe:
         """Check the names of the fields."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields.keys() - known:
+        field_names = [field.name for field in dataclasses.fields(cls)]
+        for name in fields.keys() - field_names:
             is_option = name in (field.name for field in dataclasses.fields(StepOptions))
-            fix = f"write step=mp.StepOptions({name}=...)" if is_option else near(name, known)
+            fix = f"write step=mp.StepOptions({name}=...)" if is_option else near(name, field_names)
             raise problem(f"Recipe({name}=...)", "set it", "a recipe has no such field", fix, code="unknown-name")
         return super().__new__(cls)
 

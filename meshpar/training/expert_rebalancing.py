@@ -124,8 +124,10 @@ def _with_paths(tree: PyTree, names: Mapping[str, Names]) -> ExpertLeaves:
 
 
 def _leaves_of_state(state: TrainState, names: Mapping[str, Names]) -> dict[str, ExpertLeaves]:
-    known = {decision.path: decision.leaf.names for decision in state.table.params if decision.leaf.names is not None}
-    params = _with_paths(state.params, {**known, **names})
+    model_names = {
+        decision.path: decision.leaf.names for decision in state.table.params if decision.leaf.names is not None
+    }
+    params = _with_paths(state.params, {**model_names, **names})
     slots: ExpertLeaves = {}
     for decision in state.table.optimizer:
         path = decision.path.removeprefix("opt_state/")

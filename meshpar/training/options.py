@@ -89,9 +89,9 @@ class StepOptions:
 
     def __new__(cls, **options: Any) -> StepOptions:
         """Check the names of the options."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options.keys() - known:
-            fix = f"it is now `{RENAMED[name]}`" if name in RENAMED else near(name, known)
+        field_names = [field.name for field in dataclasses.fields(cls)]
+        for name in options.keys() - field_names:
+            fix = f"it is now `{RENAMED[name]}`" if name in RENAMED else near(name, field_names)
             raise problem(f"train_step({name}=...)", "set it", "a step has no such option", fix, code="unknown-name")
         return super().__new__(cls)
 

@@ -329,7 +329,7 @@ def test_strategies_survive_pickle_copy_json_and_repr(strategy):
         assert (each, hash(each), str(each)) == (strategy, hash(strategy), strategy.label)
     assert STRATEGIES.count(strategy) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
-        strategy.parts = ()
+        strategy.components = ()
 
 
 @pytest.mark.parametrize(

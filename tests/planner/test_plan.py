@@ -434,7 +434,7 @@ def test_node_first_sends_each_token_once_per_node():
         pair = mp.parallel.parse_strategy("ddp() | expert_parallel(axis=('data', 'expert'))")
         layout = Layout(mesh=mp.MeshSpec(data=2, expert=2), strategy=pair)
         placed = search.placer.place(dict(layout.mesh), pair)
-        (part,) = (one for one in pair.parts if one.name == "expert_parallel")
+        (part,) = (one for one in pair.components if one.name == "expert_parallel")
         for remat in (None, "full"):
             told = part.kernels(placed.execution(dataclasses.replace(layout, remat=remat)))
             sent[name, remat] = [(one.axes, one.elements, one.count[0] // layers) for one in told]

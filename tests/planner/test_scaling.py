@@ -45,7 +45,7 @@ def test_growth_sizes_match_the_search(work, grown):
         (best,) = Search(with_examples(work, rows), parse_cluster("h100:4x8")).best(1)
         quickest = min(found, key=lambda one: one.step_s)
         assert best.time.step_s <= quickest.step_s
-        if len(best.layout.strategy.parts) <= 2:
+        if len(best.layout.strategy.components) <= 2:
             assert quickest.step_s == pytest.approx(best.time.step_s)
             assert quickest.kind == kind_of(best.layout.strategy)
         assert quickest.tokens_per_s == pytest.approx(rows * 64 / 32 / quickest.step_s)
