@@ -29,7 +29,6 @@ from meshpar.bench.link_fit import Fit, Point, fit_link
 from meshpar.bench.results import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.collectives import reference
-from meshpar.collectives.kernel_checks import check_op
 from meshpar.hardware import cost_model as cost
 from meshpar.sharding.errors import check_choice, near, problem
 from meshpar.sharding.host_resources import check_memory
@@ -48,9 +47,8 @@ class CollectiveKernels:
 
     algorithms: Mapping[str, Callable[[float, int], cost.Cost]]
     """Name of an algorithm -> its cost for (payload bytes, ranks). XLA's collective has the cost of the first one."""
-    xla: Callable[[jax.Array, Ranks, str], jax.Array]
-    ops: tuple[str, ...]
-    """Reductions that XLA's collective supports, such as `sum`; empty for collectives without a reduction."""
+    xla: Callable[[jax.Array, Ranks], jax.Array]
+    is_reduction: bool = False
     is_part_before: bool = False
     """Whether the input of each of the N devices is 1/N of the payload, as in an all-gather."""
     is_part_after: bool = False
@@ -68,8 +66,8 @@ COLLECTIVES: Mapping[str, CollectiveKernels] = {
             "root": cost.naive_root_all_reduce,
             "parameter_server": cost.parameter_server_all_reduce,
         },
-        xla=lambda x, ranks, op: {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](x, ranks),
-        ops=("sum", "mean", "max", "min"),
+        xla=lax.psum,
+        is_reduction=True,
     ),
     "all_gather": CollectiveKernels(
         algorithms={
@@ -77,8 +75,7 @@ COLLECTIVES: Mapping[str, CollectiveKernels] = {
             "bidirectional": lambda n, ranks: cost.both_ways(cost.ring_all_gather(n, ranks)),
             "recursive_doubling": cost.doubling_all_gather,
         },
-        xla=lambda x, ranks, op: lax.all_gather(x, ranks, tiled=True),
-        ops=(),
+        xla=lambda x, ranks: lax.all_gather(x, ranks, tiled=True),
         is_part_before=True,
     ),
     "reduce_scatter": CollectiveKernels(
@@ -87,14 +84,13 @@ COLLECTIVES: Mapping[str, CollectiveKernels] = {
             "bidirectional": lambda n, ranks: cost.both_ways(cost.ring_reduce_scatter(n, ranks)),
             "recursive_halving": cost.halving_reduce_scatter,
         },
-        xla=lambda x, ranks, op: lax.psum_scatter(x, ranks, tiled=True),
-        ops=("sum",),
+        xla=lambda x, ranks: lax.psum_scatter(x, ranks, tiled=True),
+        is_reduction=True,
         is_part_after=True,
     ),
     "all_to_all": CollectiveKernels(
         algorithms={"direct": cost.all_to_all},
-        xla=lambda x, ranks, op: lax.all_to_all(x, ranks, split_axis=0, concat_axis=0, tiled=True),
-        ops=(),
+        xla=lambda x, ranks: lax.all_to_all(x, ranks, split_axis=0, concat_axis=0, tiled=True),
     ),
 }
 ALGORITHMS = tuple(dict.fromkeys(name for collective in COLLECTIVES.values() for name in collective.algorithms))
@@ -119,7 +115,6 @@ def collectives(
     max_bytes: float = 1e6,
     factor: float = 10,
     dtype: str = "float32",
-    op: str = "sum",
     repeats: int = 5,
     target_s: float = 8e-3,
     progress: Callable[[str], None] = lambda line: None,
@@ -133,7 +128,6 @@ def collectives(
       algorithms: algorithms of `meshpar.collectives` to measure. A collective skips algorithms that it lacks.
       min_bytes, max_bytes, factor: payloads from `min_bytes` to `max_bytes`, each `factor` times the previous.
       dtype: dtype of the elements.
-      op: reduction.
       repeats: number of rounds. The median is reported.
       target_s: minimum time of a run, which determines how often a program repeats its collective.
       progress: called with a line of text before each measurement.
@@ -156,8 +150,6 @@ def collectives(
         reason, fix = "the collectives do not have these algorithms", f"use one of {', '.join(available)}"
         raise problem(where, requested, reason, fix, code="unknown-choice")
     over, element_type = _mesh(mesh), jnp.dtype(dtype)
-    if any(COLLECTIVES[name].ops for name in names):
-        check_op(where, op, element_type)
     sizes = _sizes(min_bytes, max_bytes, factor)
     if over.devices.flat[0].platform == "cpu":
         requested = f"send {si(max(sizes), 'B')} from each of {over.size} devices"
@@ -169,7 +161,7 @@ def collectives(
         for name in names:
             for size in sizes:
                 progress(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
-                case = _Case(name, over, ranks, size, element_type, op)
+                case = _Case(name, over, ranks, size, element_type)
                 measured += case.measured(algorithms, repeats=repeats, target_s=target_s)
         points: dict[str, list[Point]] = {}
         for row, form in (pair for pair in measured if pair[0].algorithm not in UNFITTED):
@@ -229,10 +221,10 @@ def _sizes(min_bytes: float, max_bytes: float, factor: float) -> list[int]:
 class _Case:
     """A measurement of a collective with one payload along mesh axes, with all algorithms."""
 
-    def __init__(self, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str) -> None:
+    def __init__(self, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype) -> None:
         self._collective, self._name, self._mesh, self._ranks = COLLECTIVES[name], name, mesh, ranks
         self._num_ranks = num_shards((ranks,), mesh)
-        self._op, self._dtype = op if self._collective.ops else "", dtype
+        self._dtype = dtype
         # Round the number of elements to a multiple of the number of ranks.
         self._count = max(round(size_bytes / dtype.itemsize / self._num_ranks), 1) * self._num_ranks
         self._part = self._count // self._num_ranks
@@ -259,10 +251,9 @@ class _Case:
 
     def _forms(self, algorithms: Sequence[str]) -> Iterator[tuple[str, tuple[Kernel, cost.Cost]]]:
         collective, nbytes = self._collective, float(self._count * self._dtype.itemsize)
-        if not collective.ops or self._op in collective.ops:
-            first = next(iter(collective.algorithms.values()))
-            yield XLA, (lambda x: collective.xla(x, self._ranks, self._op), first(nbytes, self._num_ranks))
-        options: dict[str, Any] = {"axis": self._ranks} | ({"op": self._op} if collective.ops else {})
+        first = next(iter(collective.algorithms.values()))
+        yield XLA, (lambda x: collective.xla(x, self._ranks), first(nbytes, self._num_ranks))
+        options: dict[str, Any] = {"axis": self._ranks}
         kernel = getattr(kernels, self._name)
         for name, form in collective.algorithms.items():
             halves = name in ("recursive_halving", "recursive_doubling") and self._name != "all_reduce"
@@ -275,8 +266,7 @@ class _Case:
         if self._name in _TWO_LEVELS and len(self._ranks) > 1:
             *outer, inner = self._ranks
             two_levels, form_of = _TWO_LEVELS[self._name]
-            options |= {"inner": inner, "outer": tuple(outer)}
-            del options["axis"]
+            options = {"inner": inner, "outer": tuple(outer)}
             levels = form_of(nbytes, self._num_ranks, inner=axis_sizes(self._mesh)[inner])
             yield TWO_LEVELS, (functools.partial(two_levels, **options), levels.inside + levels.across)
 
@@ -317,14 +307,13 @@ class _Case:
         along = [list(sizes).index(axis) for axis in self._ranks]
         by_axis = np.moveaxis(values.reshape(*sizes.values(), row), along, range(len(along)))
         groups = by_axis.reshape(self._num_ranks, -1, row)  # [rank, group, ...]
-        options = {"op": self._op} if self._collective.ops else {}
         exact = groups if self._dtype == np.int32 else groups.astype(np.float32)
-        compute = functools.partial(getattr(reference, self._name), **options)
+        compute = getattr(reference, self._name)
         with jax.default_device(_host()):
             results = [np.asarray(compute(jnp.asarray(exact[:, group]))) for group in range(groups.shape[1])]
         stacked = np.stack(results, axis=1).reshape(*by_axis.shape[:-1], -1)
         expected = np.moveaxis(stacked, range(len(along)), along).reshape(self._mesh.size, -1)
-        is_rounded = self._op in ("sum", "mean") and self._dtype != np.int32
+        is_rounded = self._collective.is_reduction and self._dtype != np.int32
         largest = np.abs(groups.astype(np.float32)).sum(axis=0).max() if is_rounded else 0.0
         # A rounding error per rank, of partial sums that are at most the sum of the absolute values.
         return x, expected, self._num_ranks * float(jnp.finfo(self._dtype).eps) * largest if is_rounded else 0.0
@@ -334,7 +323,7 @@ class _Case:
     ) -> CollectiveRow:
         low, median, high = quartiles(times[name])
         ratio = None
-        if name != XLA and XLA in times:
+        if name != XLA:
             ratio = statistics.median(ours / xla for ours, xla in zip(times[name], times[XLA], strict=True))
         return CollectiveRow(
             axis="*".join(self._ranks),
@@ -344,7 +333,6 @@ class _Case:
             size_bytes=self._count * self._dtype.itemsize,
             count=self._count,
             dtype=self._dtype.name,
-            op=self._op,
             time_s=median,
             low_s=low,
             high_s=high,

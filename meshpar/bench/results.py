@@ -35,7 +35,6 @@ class CollectiveRow(Plain):
     count: int
     """Number of elements of the payload."""
     dtype: str
-    op: str
     time_s: float
     """Median time."""
     low_s: float
@@ -43,7 +42,7 @@ class CollectiveRow(Plain):
     high_s: float
     """Upper quartile."""
     ratio: float | None
-    """Time relative to XLA's collective, median over rounds. None for XLA itself, or if XLA's was not measured."""
+    """Time relative to XLA's collective, median over rounds. None for XLA itself."""
     wrong: int
     """Number of elements whose error exceeds the rounding error."""
     max_error: float
@@ -138,7 +137,7 @@ class Collectives(Printed, Plain):
         )  # fmt: skip
         by_size = itertools.groupby(rows, lambda row: row.size_bytes)
         cells = [cells for _, same in by_size for cells in ([], *([*_cells(row)] for row in same))]
-        title = f"{first.collective} {first.op} over {first.axis}={first.num_ranks}".replace("  ", " ")
+        title = f"{first.collective} over {first.axis}={first.num_ranks}"
         return table(title, columns, cells[1:], left=("type", "algorithm"))
 
     def _fits_table(self) -> Any:

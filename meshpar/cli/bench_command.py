@@ -50,7 +50,6 @@ def bench() -> None:
 @click.option(
     "--dtype", metavar="TYPE", default="float32", show_default=True, help="float32, bfloat16, float16, int32."
 )
-@click.option("--op", metavar="OP", default="sum", show_default=True, help="Reduction: sum, mean, max, min.")
 @click.option(
     "--repeats", default=5, show_default=True, type=click.IntRange(min=1),
     help="Number of rounds; the median is reported.",

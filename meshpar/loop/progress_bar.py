@@ -85,7 +85,7 @@ class ProgressBar(Hook):
     def _print(self, line: str) -> None:
         try:
             print(line, file=self._out, flush=True)
-        except (OSError, ValueError):  # the reader of a pipe has ended, or the stream was closed: training goes on
+        except OSError:  # the reader of a pipe has ended: training goes on
             self._out = None
 
     def _numbers(self, run: Run, last: Record) -> Iterator[str]:

@@ -26,7 +26,7 @@ def made(devices="cpu", **changes) -> Collectives:
     rows = [
         CollectiveRow(
             axis="data", num_ranks=8, collective=name, algorithm=algorithm, size_bytes=size, count=size // 4,
-            dtype="float32", op="sum" if name == "all_reduce" else "", time_s=form(size, 8).time_s(LINK),
+            dtype="float32", time_s=form(size, 8).time_s(LINK),
             low_s=0.9 * form(size, 8).time_s(LINK), high_s=1.5 * form(size, 8).time_s(LINK),
             ratio=None if algorithm == XLA else 2.5, wrong=0, max_error=0.0, predicted_s=form(size, 8).time_s(LINK),
         )
@@ -70,7 +70,6 @@ def test_bench_has_a_row_for_each_algorithm_and_xla(measured):
 def test_bench_rows_have_consistent_figures(measured):
     for row in measured.rows:
         assert (row.axis, row.num_ranks, row.dtype) == ("data", 2, "float32")
-        assert row.op == ("sum" if row.collective in ("all_reduce", "reduce_scatter") else "")
         assert 0 < row.low_s <= row.time_s <= row.high_s
         assert (row.ratio is None) == (row.algorithm == XLA)
         assert row.wrong == 0
@@ -102,13 +101,11 @@ def test_bench_measures_joint_axes_and_two_levels():
 
 
 def test_bench_counts_wrong_values(monkeypatch):
-    broken = {"all_reduce": lambda x, *, axis, op, algorithm: x * 1.5}
+    broken = {"all_reduce": lambda x, *, axis, algorithm: x * 1.5}
     monkeypatch.setattr(kernels.kernels, "all_reduce", broken["all_reduce"])
-    found = bench.collectives(
-        "data=2", names=["all_reduce"], algorithms=["ring"], min_bytes=80, max_bytes=80, op="mean", **QUICK
-    )
+    found = bench.collectives("data=2", names=["all_reduce"], algorithms=["ring"], min_bytes=80, max_bytes=80, **QUICK)
     xla, ring = found.rows
-    assert (xla.wrong, xla.op) == (0, "mean")
+    assert xla.wrong == 0
     assert ring.wrong > 20  # of 2 devices' 20 elements each
     assert ring.max_error > 0.1
     assert "1 rows have wrong values" in found.notes
@@ -146,8 +143,6 @@ def test_bench_sizes_grow_geometrically():
         ({"names": ["all_reduced"]}, "unknown-choice"),
         ({"algorithms": ["rings"]}, "unknown-choice"),
         ({"dtype": "float31"}, "unknown-choice"),
-        ({"names": ["all_reduce"], "op": "median"}, "unknown-choice"),
-        ({"op": "mean", "dtype": "int32"}, "wrong-dtype"),
         *((sizes, "out-of-range") for sizes in ({"min_bytes": 0}, {"min_bytes": 10, "max_bytes": 5}, {"factor": 1})),
         ({"max_bytes": 1e15}, "out-of-memory"),
     ],
@@ -187,7 +182,7 @@ def test_profile_drops_links_without_a_fit():
 def test_bench_prints_tables_and_json():
     found = made()
     shown = str(found)
-    words = ("all_reduce sum over data=8", "all_gather over data=8", "2.50", "100 GB/s", "good", "a note", "1.76 MB")
+    words = ("all_reduce over data=8", "all_gather over data=8", "2.50", "100 GB/s", "good", "a note", "1.76 MB")
     for word in words:
         assert word in shown
     data = json.loads(json.dumps(found.to_json()))
@@ -235,13 +230,13 @@ def test_bench_command_forwards_its_options(command, monkeypatch, tmp_path):
     code, out, error = command(
         "--mesh", "data=2,tensor=4", "--axis", "data", "--axis", "data*tensor", "--collective", "all_reduce",
         "--algorithm", "ring", "--min-bytes", "4kB", "--max-bytes", "1MB", "--factor", 4, "--dtype", "bfloat16",
-        "--op", "max", "--repeats", 3, "--save", profile, "--plot", plot, "--json",
+        "--repeats", 3, "--save", profile, "--plot", plot, "--json",
     )  # fmt: skip
     assert code == 0
     del asked["progress"]
     assert asked == {
         "mesh": "data=2,tensor=4", "axes": ("data", "data*tensor"), "names": ("all_reduce",), "algorithms": ("ring",),
-        "min_bytes": 4e3, "max_bytes": 1e6, "factor": 4.0, "dtype": "bfloat16", "op": "max", "repeats": 3,
+        "min_bytes": 4e3, "max_bytes": 1e6, "factor": 4.0, "dtype": "bfloat16", "repeats": 3,
     }  # fmt: skip
     assert json.loads(out) == made().to_json()
     assert parse_profile(str(profile)) == made().profile()
@@ -259,7 +254,7 @@ def test_bench_warns_of_poor_fits_and_drops_useless_ones(command, monkeypatch, t
         found_code, out, error = command("--save", profile)
         assert (found_code, profile.exists()) == (code, code == 0)
         assert said in error
-        assert "all_reduce sum over data=8" in out  # the finished measurements are printed
+        assert "all_reduce over data=8" in out  # the finished measurements are printed
 
 
 def test_bench_command_runs_on_devices(command):

@@ -61,14 +61,11 @@ def test_also_adds_texts():
     assert out.getvalue() == "step 1/1  loss 1  twice the loss 2\n"
 
 
-@pytest.mark.parametrize("kind", ["pipe without a reader", "closed", "none"])
-def test_closed_output_does_not_end_the_run(monkeypatch, kind):
+def test_pipe_without_a_reader_does_not_end_the_run(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with contextlib.suppress(BrokenPipeError), open(writer, "w") as stream:
-        if kind == "closed":
-            stream.close()
-        monkeypatch.setattr(sys, "stdout", None if kind == "none" else stream)
+        monkeypatch.setattr(sys, "stdout", stream)
         result = run(3, hooks=[ProgressBar(every_s=0.0)])
         assert (result.reason, result.step) == ("done", 3)
 
