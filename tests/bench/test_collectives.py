@@ -269,7 +269,7 @@ def test_bench_command_runs_on_devices(command):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--min-bytes", "x"], "not a number up to"),
+        (["--min-bytes", "x"], "not a number of bytes up to"),
         (["--save", "nowhere/my.json"], "there is no folder"),
         (["--save", "links"], "its name must end in .json. Name it links.json"),
         (["--plot", "times.foo"], "Name it times.png"),

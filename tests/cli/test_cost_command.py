@@ -87,7 +87,7 @@ def test_links_from_options_and_from_a_profile(meshpar, tmp_path):
         (["ring", "--alpha", "-1", "--bandwidth", "1"], "cannot set --alpha=-1.0"),
         (["ring", "--alpha", "1", "--bandwidth", "0"], "cannot set --bandwidth=0.0"),
         (["ring", "--alpha", "1e10", "--bandwidth", "1"], "latencies are from 0 to 1e+09 s"),
-        (["ring", "--bytes", "1e308"], "it is not a number up to 1e+24"),
+        (["ring", "--bytes", "1e308"], "it is not a number of bytes up to 1e+24"),
         (["ring", "--cluster", "h1000:8"], "Did you mean `h100`"),
         (["ring", "--cluster", "none.json"], "Use the path of a saved profile"),
         (["ring", "--inner", "4"], "use --inner: it is an option of hierarchical"),
