@@ -98,15 +98,15 @@ def run(
     accept_changes: bool = False,
     stream: IO[str] | None = None,
 ) -> RunOutcome:
-    """Train a recipe or resume the run of the same name, as `meshpar train` does, and report the result.
+    """Train a recipe, or resume its run, as `meshpar train` does, and report the result.
 
     Args:
       recipe: the run to train: a recipe, a recipe file, or the name of an installed recipe.
       out: folder of all runs, or its gs:// or s3:// URL. The run writes to `out/<name>/`.
-      hooks: hooks in addition to those of a run (metrics, validation, checkpoints and others); see `mp.hooks`.
+      hooks: additional hooks; see `mp.hooks`. A run has hooks for metrics, validation and checkpoints.
       devices: devices of the mesh; by default all.
       fresh: start from step 0, and rename the folder of an earlier run.
-      fit_vocab: set the vocabulary size of the model to that of the data's tokenizer.
+      fit_vocab: set the vocabulary size of the model to the size of the data's tokenizer.
       from_hf: Hugging Face folder of the model and its initial weights. The recipe keeps the fields in
         `meshpar.runs.recipe_sources.KEPT`.
       profile: first and last step of a trace that is written to `profile/` in the run folder.
@@ -125,7 +125,7 @@ def run(
     check_writers(recipe.writers)
     for hook in hooks:
         if not isinstance(hook, Hook):
-            reason, fix = f"{type(hook).__name__} is no subclass of it", "pass instances of mp.hooks.Hook"
+            reason, fix = f"{type(hook).__name__} is not a subclass", "pass instances of mp.hooks.Hook"
             raise problem("mp.run(hooks=...)", "call its methods", reason, fix, code="wrong-type")
     screen = Screen(stream or sys.stdout)
     if is_url(out):
@@ -184,7 +184,7 @@ class TrainingRun:
         """Open the data, derive the shardings, lower the step, and lock and write the run folder during the block."""
         pod = this_pod()
         if pod is not None:
-            pod.agree("recipe", self.recipe.to_json(), fix="start every process with the same command and recipe file")
+            pod.agree("recipe", self.recipe.to_json(), fix="start all processes with the same command and recipe file")
         mesh, self._profile = self.recipe.mesh.build(devices), profile
         if self.recipe.pgle:
             check_pgle(mesh, profile)
@@ -202,12 +202,12 @@ class TrainingRun:
                 stack.enter_context(pgle_enabled(self.folder.local.parent if local else remote.cache_folder()))
             with self.screen.progress("tracing and lowering the training step"):
                 self.program = StepProgram(recipe, setup, self.batches)
-            if pod is not None:  # before a device waits for another one
+            if pod is not None:  # before a device waits for the other devices
                 order, fingerprint = self.batches.get_state(), self.source.fingerprint
                 data = {**self.source.describe(), "order": order, "fingerprint": fingerprint}
                 run_info = {"data": data, "sharding": setup.table.to_json(), "program": str(self.program)}
                 with watchdog.busy(watchdog.WAITS):
-                    pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on every host")
+                    pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on all hosts")
             stack.enter_context(self._locked_folder())
             self.screen.fields("meshpar train", self._description())
             checkpoints = Checkpoints(self.folder.checkpoints, keep=recipe.keep_checkpoints)
@@ -252,7 +252,7 @@ class TrainingRun:
 
     def _hooks(self) -> list[Hook]:
         recipe, folder, source, screen, goodput = self.recipe, self.folder, self.source, self.screen, self.goodput
-        # Ten measurements in a short run, one per 100 steps in a long run.
+        # Ten measurements in a short run, a measurement per 100 steps in a long run.
         expert_load = ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
         learning_rate = None
         if isinstance(recipe.optimizer, AdamW):
@@ -364,7 +364,7 @@ def _check_sample(recipe: Recipe, source: Any) -> None:
 
 def _start_line(step: int, steps: int, folder: RunFolder) -> str:
     if step >= steps:
-        return f"step {step} of {steps} is done: nothing left to train"
+        return f"step {step} of {steps} is done"
     reached = max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
     if step:
         repeated = f" (an earlier run reached step {reached}, whose checkpoint is missing or was not written)"
