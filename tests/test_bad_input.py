@@ -187,7 +187,7 @@ def wrong_with(code: int, err: str) -> str | None:
         return f"exit code {code} with {len(errors)} errors"
     if code == 1:
         return "an unexpected error"
-    return None if re.search(": cannot | See meshpar|known", errors[0]) else "no way out"
+    return None if re.search(r": cannot | See meshpar|known|\. [A-Z]", errors[0]) else "no way out"
 
 
 def answer(meshpar, args: list[str]) -> tuple[int, str]:
@@ -202,6 +202,8 @@ def answer(meshpar, args: list[str]) -> tuple[int, str]:
             READ[args[0]](args[1])
     except MeshparError as error:
         return 2, f"meshpar: {error}".replace("\n", " ")
+    except OSError as error:  # as the command line does, if Python names the file
+        return 2 if error.filename else 1, f"meshpar: {unexpected(error, command='meshpar')}"
     except Exception as error:
         return 1, f"meshpar: {error!r}"
     return 0, ""
