@@ -184,7 +184,7 @@ class Links(_Measured):
 ANY = "*"
 """Key of the link for all mesh axes that have no link of their own."""
 
-MAX_LAUNCH_S = 1e-3
+MAX_LAUNCH_S = 0.1
 """Upper limit of the kernel launch time in a profile, 100 times a GPU's. Larger values are in a wrong unit."""
 
 HOST_DEVICES = Links(
