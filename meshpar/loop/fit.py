@@ -379,12 +379,12 @@ def _started_hooks(run: Run) -> Iterator[None]:
     """Start the hooks, and end all started hooks after the block, even if it or a hook fails."""
     started: list[Hook] = []
 
-    def end(reason: str) -> list[Exception]:
+    def end(reason: str) -> list[BaseException]:
         errors = []
         for hook in started:
             try:
                 hook.on_end(run, reason)
-            except Exception as error:
+            except BaseException as error:  # also after Ctrl-C: Preemption restores the signal handlers
                 errors.append(error)
         return errors
 
@@ -395,7 +395,7 @@ def _started_hooks(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         for end_error in end("nonfinite" if run.reason == "nonfinite" else "error"):
-            error.add_note(f"then a hook failed in on_end: {end_error}")
+            error.add_note(f"then a hook failed in on_end: {end_error!r}")
         raise
     for end_error in end(run.reason or "done"):
         raise end_error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
 
 import jax
 import numpy as np
 import optax
+import pytest
 
 import meshpar as mp
 from meshpar.data import ArrayData
@@ -78,6 +80,32 @@ def test_hooks_must_be_hooks(tmp_path) -> None:
     with raises("wrong-type", "mp.run(hooks=...)"):
         mp.run(recipe(), out=tmp_path, hooks=[Steps])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ({"recipe": recipe}, "wrong-type", "the recipe is <function recipe"),
+        ({"recipe": None}, "wrong-type", "the recipe is None"),
+        ({"hooks": iter([Steps()])}, "wrong-type", "hooks is a list_iterator"),  # the check would consume it
+        ({"hooks": Steps()}, "wrong-type", "hooks is a Steps"),
+        ({"profile": 3}, "wrong-type", "profile is 3"),
+        ({"profile": (3, 1)}, "bad-syntax", "--profile 3:1"),
+        ({"fresh": "no"}, "not-a-bool", "fresh='no'"),
+        ({"devices": ["cpu"] * 8}, "wrong-type", "an element is not a device"),
+        ({"devices": jax.devices()[:1] * 8}, "wrong-type", "a device occurs twice"),
+    ],
+)
+def test_bad_arguments_write_nothing(tmp_path, arguments, code, text) -> None:
+    with raises(code, "") as error:
+        mp.run(**{"recipe": recipe(), "out": tmp_path} | arguments)
+    assert text in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_starts_in_the_main_thread(tmp_path) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool, raises("wrong-type", "mp.run"):
+        pool.submit(mp.run, recipe(), out=tmp_path).result()
 
 
 def test_run_takes_the_name_of_an_installed_recipe(tmp_path) -> None:
