@@ -353,9 +353,13 @@ def fit(
         raise problem("fit", "train", reason, "write mp.fit(step, state, batches, steps=...)", code="wrong-type")
     watch = watchdog.current()
     all_hooks = [*([] if watch is None else [_WatchdogHook(watch)]), *hooks]
+    num_preemption = sum(isinstance(hook, Preemption) for hook in all_hooks)
+    if num_preemption > 1:
+        reason, fix = "each replaces the signal handlers of the other", "pass a single one; mp.run adds it"
+        raise problem("fit(hooks=...)", f"use {num_preemption} hooks Preemption", reason, fix, code="conflict")
     # Python's default handler would raise KeyboardInterrupt at an arbitrary position of the main thread.
     if (
-        not any(isinstance(hook, Preemption) for hook in hooks)
+        not num_preemption
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):

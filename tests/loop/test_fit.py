@@ -262,6 +262,11 @@ def test_signal_handlers_are_restored_after_ctrl_c_in_on_end():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_two_hooks_for_signals_are_refused():
+    with raises("conflict", "fit(hooks=...)"):
+        run(2, hooks=[Preemption(), Preemption()])
+
+
 def test_only_hooks_that_were_started_are_ended():
     class Fails(Hook):
         def on_start(self, run):

@@ -63,6 +63,15 @@ def test_run_resumes_with_the_hooks_of_the_caller(tmp_path) -> None:
     assert outcome.summary["validation"] == straight.summary["validation"]
 
 
+def test_a_run_without_fingerprint_does_not_resume(tmp_path) -> None:
+    file = mp.run(recipe(), out=tmp_path, stream=io.StringIO()).folder / "recipe.json"
+    saved = json.loads(file.read_text())
+    del saved["program"]["fingerprint"]
+    file.write_text(json.dumps(saved))
+    with raises("conflict", "run "):
+        mp.run(recipe(steps=6), out=tmp_path, stream=io.StringIO())
+
+
 def test_run_reads_a_recipe_file_as_the_command_does(tmp_path, meshpar) -> None:
     file, text = tmp_path / "recipe.py", io.StringIO()
     file.write_text(BODIES.replace("data=2", "data=8"))
