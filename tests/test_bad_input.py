@@ -6,6 +6,7 @@ Random cases are drawn from kinds of invalid files, numbers, names and variables
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import resource
@@ -25,7 +26,7 @@ from meshpar.inspect.budget import Budget
 from meshpar.planner.plan import load_plans
 from meshpar.pod import launch
 from meshpar.sharding.errors import MeshparError
-from meshpar.sharding.host_resources import check_memory, replace_file, unexpected
+from meshpar.sharding.host_resources import check_memory, read_json, replace_file, unexpected
 from tests import grid
 
 HANGS_S = 300
@@ -76,6 +77,7 @@ def raises_in_optimizer():
     import dataclasses
     return dataclasses.replace(recipe(), optimizer=mp.Optax(make=lambda steps: no_rate()))
 """
+DEEP = "[" * 100_000
 WEIRD = (
     "", "-1", "0", "1e20", "1e400", "nan", "inf", "9" * 30, "9" * 5000, "4000000000", "99999999999", "2147483648",
     "none", "true", "[]", "{}", "()", "[[[", "'", "\\", "é", "x", "a=b", "..", "/", "~", "~nobody/x",
@@ -91,7 +93,7 @@ FIELDS = (
     "step.xla.x", "no.such", "model", "data",
 )  # fmt: skip
 CONTENTS = (
-    "", "{}", "[]", "null", "3", '"x"', "{", "\x00\x01", '{"devices": 1}', '{"plans": []}',
+    "", "{}", "[]", "null", "3", '"x"', "{", DEEP, '{"a":' * 50_000, "\x00\x01", '{"devices": 1}', '{"plans": []}',
     '{"plans": [3]}', '{"plans": 1e999}', '{"table": [[["F", 0, 99999999999]]]}', '{"name": ' + "9" * 5000 + "}",
     '{"step": 1}', '{"nodes": 1e30}', '{"axes": {"x": {}}, "devices": "cpu"}', "0F0,0B0", "a,b\nc", '{"model": null}',
     '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 99999999999}, "unk_token": "a"}}',
@@ -105,8 +107,15 @@ class Place:
         self.folder = folder
         (folder / "recipe.py").write_text(RECIPE)
         (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-        (folder / "folder.json").mkdir()
+        for name in ("pipes", "folder.json", "tangle"):
+            (folder / name).mkdir()
+        for name in ("pipe", "pipe.json", "pipe.py", "pipes/config.json", "pipes/tokenizer.json"):
+            os.mkfifo(folder / name)
         (folder / "gone").symlink_to(folder / "nowhere")
+        (folder / "loop").symlink_to(folder / "loop")
+        (folder / "tangle" / "a.txt").write_text("some text " * 200)
+        for name in ("one", "two", "three"):  # a naive walk would follow these links forever
+            (folder / "tangle" / name).symlink_to(folder / "tangle")
         (folder / "broken.py").write_text("def recipe(:\n")
         (folder / "bytes.py").write_bytes(bytes(range(256)))
         for number, content in enumerate(CONTENTS):
@@ -127,9 +136,9 @@ READ: dict[str, Callable[[str], object]] = {
     "tokenizer": load_tokenizer,
 }
 """Functions that read a file before a command compiles."""
-ODD = ("folder.json", "gone", "no/such", "x" * 300, "x/" * 3000, "", ".")
+ODD = ("pipe", "pipe.json", "folder.json", "gone", "loop", "no/such", "x" * 300, "x/" * 3000, "", ".", "/dev/zero")
 JSONS, CSVS, LINES = ([*(f"file{k}.{end}" for k in range(len(CONTENTS))), *ODD] for end in ("json", "csv", "jsonl"))
-RECIPES = [*JSONS, "broken.py", "bytes.py", "recipe.py:raises"]
+RECIPES = [*JSONS, "pipe.py", "broken.py", "bytes.py", "recipe.py:raises"]
 SETS = [f"{field}={word}" for field in FIELDS for word in WEIRD]
 CLUSTERS = [*JSONS, *WEIRD, "h100:-1x8", "h100:8", "h100:1e9x1e9", "h100:0x0", "no:1x1"]
 ENVIRONMENT = [
@@ -235,16 +244,23 @@ THOUSANDS = " | ".join(["fsdp()"] * 3001)
 QUICK = [
     *(["shard", "recipe.py", "--set", field] for field in (
         "writers=((((", "writers=(tensorboard", "writers=[]]", "strategy=tensor_parallel(sequence=3)",
-        "model.qk_norm=3", "model.norm_eps=1e12", f"steps={HUGE}",
+        "model.qk_norm=3", "model.norm_eps=1e12", "sample.prompt=\udc80", "strategy=\udc80", f"steps={HUGE}",
     )),
     ["shard", "recipe.py", "--mesh", f"fsdp={LONG}"],
     ["shard", "recipe.py", "--strategy", THOUSANDS],
+    ["shard", "pipe.py"],
     ["shard", ""],
     ["schedule", "gpipe", "--stages", HUGE],
+    ["schedule", "pipe.json"],
+    ["cost", "ring", "--cluster", "pipe.json"],
+    ["generate", "no/run", "--prompt", "a\udc80"],
+    ["explain", "recipe.py", "--save-budget", "pipe.json"],
     ["explain", "recipe.py", "--html", "gs://bucket/report.html"],
     ["plan", "recipe.py", "--cluster", "h100:1x8", "--save", "gs://bucket/plan.json"],
     ["convert", "from-hf", "folder.json", "gs://bucket/run"],
     ["train", "recipe.py", "--devices", 5000],
+    [*TRAIN, "--text", "pipe"],
+    [*TRAIN, "--tokenizer", "pipe.json"],
     [*TRAIN, "--out", "az://bucket/runs"],
     [*TRAIN, "--set", "data.cache=s3://bucket/tokens"],
     [*TRAIN, "--set", "model.vocab_size=4000000000"],  # more memory than there is
@@ -261,6 +277,13 @@ MORE = [
     ["cost", "ring", "--ranks", LONG],
     ["bench", "step", "--devices", "9" * 23],
     ["train", "recipe.py", "--devices", "9" * 23],
+    [*TRAIN, "--plan", "pipe.json"],
+    [*TRAIN, "--from-hf", "pipes"],
+    ["convert", "from-hf", "pipes", "run"],
+    ["generate", "pipes", "--prompt", "a"],
+    ["explain", "recipe.py", "--budget", "pipe.json"],
+    ["explain", "recipe.py", "--html", "pipe"],
+    ["plan", "recipe.py", "--cluster", "h100:1x2", "--save", "pipe.json"],
 ]
 
 
@@ -270,7 +293,7 @@ MORE = [
     ids=lambda args: " ".join(map(str, args))[:60].encode("unicode_escape").decode(),
 )
 def test_invalid_arguments_have_one_clear_error(meshpar, place, alarm, monkeypatch, args) -> None:
-    """URLs, huge numbers, and sizes that need more memory than there is."""
+    """Pipes, URLs, text that is not UTF-8, huge numbers, and sizes that need more memory than there is."""
     monkeypatch.chdir(place.folder)
     before = set(place.folder.iterdir())
     alarm()
@@ -298,6 +321,12 @@ def test_an_error_in_a_recipe_names_its_line(meshpar, place, monkeypatch, tmp_pa
     line = next(number for number, text in enumerate(RECIPE.splitlines(), start=1) if where in text)
     assert f"recipe.py:{line}" in err
     assert len(err.splitlines()) < 5
+
+
+def test_huge_numbers_in_a_file_are_errors(tmp_path) -> None:
+    (tmp_path / "huge.json").write_text(f'{{"nodes": {HUGE}}}')
+    with pytest.raises(MeshparError, match="a number has 400 digits"):
+        read_json(tmp_path / "huge.json", "it", "do")
 
 
 def test_a_file_that_grows_too_large_is_named(tmp_path) -> None:
@@ -342,13 +371,22 @@ def test_an_empty_value_of_any_option_is_an_error(meshpar, place, monkeypatch, f
     assert {("explain", "--budget"), ("explain", "--against"), ("train", "--out"), ("plan", "--plot")} <= set(VALUES)
 
 
-def test_too_little_memory_is_an_error() -> None:
+def test_too_little_memory_and_deep_json_are_errors(tmp_path: Path) -> None:
     check_memory("here", "take it", 1.0, "do")
     with pytest.raises(MeshparError, match="takes 1 PB here"):
         check_memory("here", "take it", 1e15, "do")
+    (tmp_path / "deep.json").write_text(DEEP)
+    with pytest.raises(MeshparError, match="not valid JSON"):
+        read_json(tmp_path / "deep.json", "it", "do")
+    (tmp_path / "big.json").write_bytes(b"")
+    os.truncate(tmp_path / "big.json", 1 << 40)  # a sparse file without disk blocks
+    with pytest.raises(MeshparError, match="the limit is"):
+        read_json(tmp_path / "big.json", "it", "do")
 
 
-@pytest.mark.parametrize("content", grid.cases("{", "[]", grid=["{", "[]", "\x00"]), ids=lambda text: repr(text[:2]))
+@pytest.mark.parametrize(
+    "content", grid.cases(DEEP, "[]", grid=["{", DEEP, "[]", "\x00"]), ids=lambda text: repr(text[:2])
+)
 def test_a_damaged_recipe_of_a_run_is_reported(meshpar, place, monkeypatch, tmp_path, content) -> None:
     monkeypatch.chdir(place.folder)
     (tmp_path / "bad").mkdir()
@@ -357,3 +395,11 @@ def test_a_damaged_recipe_of_a_run_is_reported(meshpar, place, monkeypatch, tmp_
     assert code == 2, err
     assert "recipe.json: cannot read it" in err
     assert "--fresh" in err
+
+
+def test_a_file_that_cannot_be_replaced_is_named(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        replace_file(tmp_path / "summary.json", "{}")
+    assert error.value.filename == str(tmp_path / "summary.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -18,7 +18,7 @@ from meshpar.cli.main import devices_option, output_options, prepare_devices, pr
 from meshpar.pod import launch
 from meshpar.pod.multihost import PACKAGES, version_of
 from meshpar.sharding.errors import MeshparError
-from meshpar.sharding.host_resources import check_local
+from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.units import human_bytes
 
@@ -97,7 +97,7 @@ def doctor(devices: int | None, out: str, check: bool, as_json: bool) -> None:
 
     The command does not connect to other processes. Run it on each host: `srun --ntasks-per-node=1 meshpar doctor`.
     """
-    check_local(out, f"--out {out}", "name a folder")
+    check_name(out, f"--out {out}", "name a folder")
     environment = dict(os.environ)  # before prepare_devices changes it
     prepare_devices(devices)
     facts = gather(environment, out=out)

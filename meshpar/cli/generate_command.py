@@ -11,7 +11,7 @@ import click
 from meshpar.cli.convert_command import layout_of, where_options
 from meshpar.cli.main import print_json
 from meshpar.sharding.errors import near_or, problem
-from meshpar.sharding.host_resources import is_url
+from meshpar.sharding.host_resources import check_unicode, is_url
 
 if TYPE_CHECKING:
     from meshpar.data.tokens import Tokenizer
@@ -48,6 +48,8 @@ def generate(
     The model and its key-value cache are sharded over the mesh. Prompts with the same number of tokens form a batch.
     A text ends at an `eos_token_id` of config.json. A note is printed if a text can exceed `max_position_embeddings`.
     """
+    for text in prompts:
+        check_unicode(text, "--prompt")
     layout = layout_of(mesh, strategy, devices)
     import numpy as np
 

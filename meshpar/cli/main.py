@@ -291,6 +291,7 @@ def check_output_file(path: str, suffixes: tuple[str, ...] = ()) -> None:
         (suffixes and Path(path).suffix not in suffixes, f"its name must end in {' or '.join(suffixes)}",
          f"name it {Path(path).stem or 'my'}{(*suffixes, '')[0]}", "unknown-choice"),
         (not folder.is_dir(), f"there is no folder {folder}", f"make it: mkdir -p {folder}", "missing-file"),
+        (path_exists and Path(path).is_fifo(), "it is a pipe, which may have no reader", "name a file", "wrong-type"),
         (not os.access(path if path_exists else folder, os.W_OK), "you do not have permission",
          "name a file in a folder that you can write to", "not-writable"),
     ):  # fmt: skip
@@ -307,6 +308,12 @@ def main(args: Sequence[str] | None = None) -> None:
     The exit code is 0, 1 for an unexpected error, 2 for an error of the user, or 128 plus the number of the signal
     that interrupted the command (130 for Ctrl-C).
     """
+    # Connect closed standard streams to /dev/null. Otherwise the next opened file would get their descriptor.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - open until the process ends
     previous_format, warnings.formatwarning = warnings.formatwarning, _format_warning
     watch = signals.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
     try:

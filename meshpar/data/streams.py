@@ -24,10 +24,10 @@ import numpy as np
 from jaxtyping import UInt
 
 from meshpar.data.split import DocumentSplit
-from meshpar.data.text import Document, Reading, digest
+from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.tokens import Tokenizer, token_dtype
 from meshpar.sharding.errors import problem
-from meshpar.sharding.host_resources import check_local, locked, read_json
+from meshpar.sharding.host_resources import LockedError, check_name, locked, read_json
 
 SIDES = ("train", "valid")
 COUNTS = ("documents", "bytes", "tokens")
@@ -39,6 +39,10 @@ _CONTEXT_CHARS = 1000
 """Number of characters before and after a split whose tokens must not change."""
 _MAX_SPLITS = 64
 """Maximum number of split positions to try."""
+_BEAT_S = 5.0
+"""Seconds between two signs of life of the process that writes to the cache."""
+_STALL_S = 60.0
+"""Seconds without a sign of life after which waiting processes stop with an error."""
 _FORMAT = 3
 """Version of the cache format. Part of the folder name."""
 
@@ -65,7 +69,8 @@ def token_streams(
       tokenizer: the tokenizer.
       valid_fraction: approximate fraction of the documents in the validation set.
       cache: a folder for the result, or None for a temporary file. An existing result is verified and reused. If
-        processes need the same result at the same time, the first process writes it and the other processes wait.
+        processes need the same result at the same time, the first process writes it and the other processes wait. If
+        it is stopped for a minute, they raise an error.
     """
     with writing("`TextData.cache`", cache), contextlib.ExitStack() as stack:
         if cache is not None:
@@ -206,12 +211,13 @@ def _cached(cache: str, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
     if not isinstance(cache, str) or not cache:
         raise problem(where, f"store tokens in {cache!r}", "it is not the path of a folder", fix, "wrong-type")
     root = Path(os.path.expanduser(cache))
-    check_local(cache, where, fix)
+    check_name(root, where, fix)
     root.mkdir(parents=True, exist_ok=True)
+    before = [_file_state(file) for file in reading.files]
     folder = root / _key(reading, tokenizer, valid_fraction)
     if folder.is_dir():
         return folder
-    with locked(root / f".{folder.name}.lock") as has_lock:
+    with _locked(root / f".{folder.name}.lock") as has_lock:
         if folder.is_dir():
             return folder
         for stale in root.glob(f"{folder.name}.*.partial") if has_lock else ():  # of a process that was killed
@@ -224,6 +230,10 @@ def _cached(cache: str, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
                 for file in files:
                     os.fsync(file.fileno())
             (partial / "about.json").write_text(json.dumps({**streams.info, "fingerprint": streams.fingerprint}))
+            for text_file, state in zip(reading.files, before, strict=True):
+                if _file_state(text_file) != state:
+                    reason, fix = "it was modified while it was read", "run again when no process writes to the file"
+                    raise problem(f"{text_file.path}", "store its tokens", reason, fix, "conflict")
             if has_lock or not folder.is_dir():
                 partial.rename(folder)
         finally:
@@ -238,6 +248,24 @@ def _key(reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> str:
         for file, content in zip(reading.files, pool.map(digest, reading.files), strict=True):
             key.update(repr((file.name, file.named, content)).encode())
     return key.hexdigest()
+
+
+def _file_state(file: File) -> tuple[int, int]:
+    status = file.path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Wait for the lock of a folder of the cache while its holder is alive. Yield False without locks."""
+    with contextlib.ExitStack() as stack:
+        try:
+            has_lock = stack.enter_context(locked(path, wait_s=_STALL_S, beat_s=_BEAT_S))
+        except LockedError as error:
+            reason = f"{error.holder} is writing the same tokens and has not been active for {_STALL_S:g} s"
+            fix = "continue or end that process, or use cache=None"
+            raise problem("`TextData.cache`", f"write tokens to {path.parent}", reason, fix, "conflict") from None
+        yield has_lock
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> Streams:

@@ -1,4 +1,4 @@
-"""Chat templates of Hugging Face tokenizers."""
+"""Chat templates of Hugging Face tokenizers, with limits on the size of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ DATE = "2024-07-26"
 """Default date of Llama's templates."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names for the reasoning of an assistant's message."""
+MAX_CHARS = 10_000_000
+"""Maximum bytes of the messages of a conversation in JSON, and maximum characters of its rendered texts."""
+MAX_TEMPLATE_CHARS = 100_000
+"""Maximum length of a template. Published templates have up to 15,000 characters."""
 EXTRAS = ("tools", "documents")
 """Fields of a record that templates can read, in addition to the messages."""
 
@@ -44,8 +48,11 @@ class Template:
         from meshpar.data.template_renderer import Renderer
 
         requested = "compile it as a chat template"
+        if len(source) > MAX_TEMPLATE_CHARS:
+            reason = f"it has {len(source):,} characters, and the limit is {MAX_TEMPLATE_CHARS:,}"
+            raise problem(where, requested, reason, _FIX_RELEASE, "bad-syntax")
         try:
-            self._renderer = Renderer(source, variables, date)
+            self._renderer = Renderer(source, variables, date, max_chars=MAX_CHARS)
         except Exception as error:  # jinja2 raises SyntaxError, RecursionError and AssertionError, too
             raise problem(where, requested, _reason(error), _FIX_RELEASE, "bad-syntax") from error
         self.reads = self._renderer.reads & {*EXTRAS}
@@ -97,6 +104,7 @@ class Template:
         With `tools`, the `tool_use` template of the release is used if available.
         """
         extras = {"tools": _objects(where, "tools", tools), "documents": _objects(where, "documents", documents)}
+        _check_text(where, {"messages": messages, **extras})
         if self._tool_template is not None and extras["tools"] is not None:
             return self._tool_template.render(where, messages, **extras)
         from meshpar.data.template_renderer import UnknownPosition
@@ -128,7 +136,7 @@ def _read(file: Path) -> str:
 def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
     """Return the tools or documents of a record, which may be a JSON string, or None."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if value is None or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         return value
@@ -145,9 +153,8 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     for message in messages if isinstance(messages, list) else ():
         fields = {name: x for name, x in message.items() if x is not None} if isinstance(message, dict) else {}
-        # jinja2 would render a message without content as an empty message, and NaN as the text "nan".
-        has_content = fields.keys() & {"content", "tool_calls"} and not isinstance(fields.get("content"), float)
-        if not isinstance(fields.get("role"), str) or not has_content:
+        # jinja2 would render a message without content as an empty message.
+        if not isinstance(fields.get("role"), str) or not fields.keys() & {"content", "tool_calls"}:
             result = []
             break
         reasoning = next((fields[name] for name in REASONING if name in fields), None)
@@ -158,6 +165,25 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
         reason = "it is not a list of messages with a `role`, and `content` or `tool_calls`"
         raise problem(where, "read a conversation", reason, 'write [{"role": ..., "content": ...}]', "wrong-type")
     return result
+
+
+def _check_text(where: str, fields: Mapping[str, Any]) -> None:
+    """Check the size of the fields of a record, that their text is UTF-8, and that they have no NaN or infinity."""
+    for name, value in fields.items():
+        try:
+            size = len(json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode())
+        except UnicodeError as error:
+            reason, fix, code = f"its text is not UTF-8 ({error})", "write it in UTF-8", "bad-syntax"
+        except RecursionError:
+            reason, fix, code = "it is nested too deep", "write it with fewer levels", "bad-syntax"
+        except ValueError:
+            reason, fix, code = "it contains NaN or an infinity", "use text or null instead", "wrong-type"
+        else:
+            if size <= MAX_CHARS:
+                continue
+            reason, code = f"it has {size:,} bytes, and the limit is {MAX_CHARS:,}", "out-of-range"
+            fix = "split the conversation"
+        raise problem(where, f"read its `{name}`", reason, fix, code)
 
 
 def check_day(date: str) -> None:

@@ -53,8 +53,8 @@ class UnknownPosition(Exception):
 class Renderer:
     """A compiled template."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], date: str) -> None:
-        self._variables = variables
+    def __init__(self, source: str, variables: Mapping[str, str], date: str, *, max_chars: int) -> None:
+        self._variables, self._max_chars = variables, max_chars
         extensions = ["jinja2.ext.loopcontrols", _Generation]
         self._env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         del self._env.globals["lipsum"]  # generates random text
@@ -86,6 +86,7 @@ class Renderer:
             texts.append((upto, [*spans, (len(before), len(upto))]))
         if not texts or full.startswith(texts[-1][0]):
             texts[-1:] = [(full, texts[-1][1] if texts else [])]
+        self._check_length(sum(len(text) for text, _ in texts))
         return texts
 
     def _text(
@@ -93,6 +94,7 @@ class Renderer:
     ) -> tuple[str, list[tuple[int, int]]]:
         self._env.num_marks = 0
         text = self._template.render(messages=messages, add_generation_prompt=prompt, **extras, **self._variables)
+        self._check_length(len(text))
         spans: list[tuple[int, int]] = []
         if self._env.num_marks:
             parts = re.split(f"[{_BEGIN}{_END}]", text)
@@ -102,6 +104,10 @@ class Renderer:
             spans = list(zip(ends[:-1:2], ends[1::2], strict=True))
         text.encode()  # fails for unpaired surrogates, which JSON can contain and tokenizers reject
         return text, spans
+
+    def _check_length(self, num_chars: int) -> None:
+        if num_chars > self._max_chars:
+            raise ValueError(f"it writes {num_chars:,} characters, and the limit is {self._max_chars:,}")
 
 
 def _to_json(

@@ -13,7 +13,7 @@ from jaxtyping import Integer, UInt
 
 from meshpar.sharding import remote
 from meshpar.sharding.errors import near_or, problem
-from meshpar.sharding.host_resources import check_file
+from meshpar.sharding.host_resources import check_file, check_name
 
 BYTES = "bytes"
 """Name of the `ByteTokenizer`."""
@@ -91,8 +91,9 @@ class HuggingFaceTokenizer:
 
         path = Path(remote.copy_of(str(path), "`tokenizer`")).expanduser()
         fix = f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
+        check_name(path, "`tokenizer`", fix)
         file = path / "tokenizer.json" if path.is_dir() else path
-        check_file(file, "`tokenizer`", fix, requested=f"load {file}")
+        check_file(file, "`tokenizer`", fix, requested=f"load {file}", max_bytes=None)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
             vocab = self._tokenizer.get_vocab(with_added_tokens=True)

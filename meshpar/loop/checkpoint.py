@@ -142,7 +142,8 @@ class Checkpoints:
           wait: whether to return only after the checkpoint is on disk.
 
         Returns:
-          False if this object has just written or restored this step, so no save is necessary.
+          False if this object has just written or restored this step, so no save is necessary. If the checkpoint was
+          deleted in the meantime, a call with `wait=True` writes it again.
 
         Raises:
           ValueError: this or the previous checkpoint could not be written. `NoRoomError`: this one was not started.
@@ -152,8 +153,16 @@ class Checkpoints:
         new = step != self._current
         if new or wait:
             self.wait()
+            steps = broadcast_steps(self.steps())
+            if self._current not in (None, *steps):
+                new = True
+                if jax.process_index() == 0:
+                    text = f"was removed, renamed or emptied: the checkpoint of step {self._current} is gone"
+                    warnings.warn(f"{self.folder} {text}. A new one is written now.", stacklevel=2)
+                if self._manager is not None:
+                    self._manager.reload()
         if new:
-            self._set_aside([later for later in broadcast_steps(self.steps()) if later >= step])
+            self._set_aside([later for later in steps if later >= step])
             self._write(step, state, data_state)
             self._current = step
         if wait:
@@ -310,7 +319,8 @@ class Checkpoints:
         elif jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe = self.folder / "writable"
-            probe.touch()
+            probe.unlink(missing_ok=True)
+            probe.touch(exist_ok=False)  # does not follow links
             probe.unlink()
         if self._manager is None:
             import orbax.checkpoint as ocp

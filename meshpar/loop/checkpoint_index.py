@@ -14,6 +14,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,6 +71,9 @@ def read_index(folder: epath.Path, step: int) -> dict[str, Any]:
     checkpoint = checkpoint_folder(folder) / str(step)
 
     def read() -> dict[str, Any]:
+        for path in Path(checkpoint).rglob("*") if os.path.isdir(checkpoint) else ():  # otherwise it is in a bucket
+            if not path.is_dir() and not (path.is_file() and os.access(path, os.R_OK)):  # a pipe would block
+                raise damaged(checkpoint, f"{path.relative_to(checkpoint)} is not a readable file")
         sealed = json.loads((checkpoint / "run" / "metadata").read_text())
         if zlib.crc32(json.dumps(sealed["document"], sort_keys=True).encode()) != sealed["crc32"]:
             raise damaged(checkpoint, "the checksum of run/metadata is wrong")

@@ -161,6 +161,8 @@ class Run:
     """Time of all recorded steps except the first."""
     reason: str | None = None
     """Why the run stops; None while it continues."""
+    validates_after: int | None = None
+    """The step after which the last validation has started or will start."""
     steps_s: float = 0.0
     """Time of all recorded steps, without `lost_s`."""
     lost_s: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -353,13 +355,9 @@ def fit(
         raise problem("fit", "train", reason, "write mp.fit(step, state, batches, steps=...)", code="wrong-type")
     watch = watchdog.current()
     all_hooks = [*([] if watch is None else [_WatchdogHook(watch)]), *hooks]
-    num_preemption = sum(isinstance(hook, Preemption) for hook in all_hooks)
-    if num_preemption > 1:
-        reason, fix = "each replaces the signal handlers of the other", "pass a single one; mp.run adds it"
-        raise problem("fit(hooks=...)", f"use {num_preemption} hooks Preemption", reason, fix, code="conflict")
     # Python's default handler would raise KeyboardInterrupt at an arbitrary position of the main thread.
     if (
-        not num_preemption
+        not any(isinstance(hook, Preemption) for hook in hooks)
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
@@ -383,12 +381,12 @@ def _started_hooks(run: Run) -> Iterator[None]:
     """Start the hooks, and end all started hooks after the block, even if it or a hook fails."""
     started: list[Hook] = []
 
-    def end(reason: str) -> list[BaseException]:
+    def end(reason: str) -> list[Exception]:
         errors = []
         for hook in started:
             try:
                 hook.on_end(run, reason)
-            except BaseException as error:  # also after Ctrl-C: Preemption restores the signal handlers
+            except Exception as error:
                 errors.append(error)
         return errors
 
@@ -399,7 +397,7 @@ def _started_hooks(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         for end_error in end("nonfinite" if run.reason == "nonfinite" else "error"):
-            error.add_note(f"then a hook failed in on_end: {end_error!r}")
+            error.add_note(f"then a hook failed in on_end: {end_error}")
         raise
     for end_error in end(run.reason or "done"):
         raise end_error
@@ -529,6 +527,7 @@ class Validator(Hook):
 
     def on_dispatched(self, run: Run) -> None:
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
+            run.validates_after = run.step
             run.drain()
             began = time.perf_counter()
             with run.within("validate"):

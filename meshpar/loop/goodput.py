@@ -21,6 +21,7 @@ import jax
 
 from meshpar.loop.fit import Hook, Record, Run, Validation
 from meshpar.loop.metrics_file import read_lines
+from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.host_resources import read_json, replace_file
 
 WRITE_EVERY_S = 10.0
@@ -86,8 +87,15 @@ class Goodput(Hook):
         return {} if share is None else {"goodput": round(share, 4)}
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the content of the file, or None if there is none."""
-        return read_json(self._path, str(self._path), "remove it") if self._path.exists() else None
+        """Return the content of the file, or None if it is missing or damaged: training does not depend on it."""
+        if not self._path.exists():
+            return None
+        with contextlib.suppress(MeshparError, KeyError, TypeError, ValueError, AttributeError):
+            saved = read_json(self._path, str(self._path), "remove it")
+            seconds = {str(name): float(value) for name, value in saved["seconds"].items()}
+            times = {"seconds": seconds, "seen_s": float(saved["seen_s"])}
+            return {**times, "step": int(saved["step"]), "reason": saved["reason"]}
+        return None
 
     def _write(self, reason: str | None) -> None:
         if self._run is None:

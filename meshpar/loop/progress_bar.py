@@ -44,7 +44,9 @@ class ProgressBar(Hook):
         if jax.process_index() != 0:
             return
         self._out = self._stream or sys.stdout
-        if self._out.isatty() and os.environ.get("TERM") != "dumb":
+        if self._out is None or self._out.closed:
+            self._out = None
+        elif self._out.isatty() and os.environ.get("TERM") != "dumb":
             self._bar = _rich_bar(self._out, run)
             self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="")
             self._bar.start()
@@ -85,7 +87,7 @@ class ProgressBar(Hook):
     def _print(self, line: str) -> None:
         try:
             print(line, file=self._out, flush=True)
-        except OSError:  # the reader of a pipe has ended: training goes on
+        except (OSError, ValueError):  # the reader of a pipe has ended, or the stream was closed: training goes on
             self._out = None
 
     def _numbers(self, run: Run, last: Record) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def lock_run_folder(folder: Path, *, warn: Callable[[str], None], wait_s: float 
       ValueError: if a different process has the lock. The message names its host and process id.
     """
     where, requested, fix = f"run {folder}", "write to it", "use --name for another run"
+    if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
+        raise problem(where, requested, "it is a link that another user created", fix, code="conflict")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:

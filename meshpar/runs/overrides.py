@@ -18,6 +18,7 @@ from meshpar.parallel import Strategy, parse_strategy
 from meshpar.runs.plain import to_plain
 
 # Not for type checkers only: overrides read the annotations at run time.
+from meshpar.sharding.host_resources import check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.training.options import RENAMED
 from meshpar.sharding.errors import MeshparError, near, near_or, problem
@@ -36,6 +37,7 @@ def override(recipe: T, assignments: Iterable[str]) -> T:
     """
     texts: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
+        check_unicode(assignment, "an override")
         path, equals, text = assignment.partition("=")
         names = tuple(name.strip() for name in path.split("."))
         if not equals or not all(names):

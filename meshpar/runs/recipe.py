@@ -23,7 +23,7 @@ from meshpar.runs.plain import plain_fields
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import use_rules
-from meshpar.sharding.host_resources import check_memory
+from meshpar.sharding.host_resources import check_memory, check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import Rules
@@ -61,6 +61,7 @@ class Sample:
         check_number("Sample.temperature", self.temperature, *AT_LEAST_0)
         check_positive_int("Sample", "the number of tokens to generate", num_tokens=self.num_tokens)
         check_value("Sample.prompt", self.prompt, bool(self.prompt), "it must not be empty")
+        check_unicode(self.prompt, "Sample.prompt")
 
 
 @with_field_docs

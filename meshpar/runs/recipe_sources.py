@@ -13,7 +13,7 @@ from meshpar.data.source import Source
 from meshpar.interop.hf import config_of
 from meshpar.pod import watchdog as watchdog
 from meshpar.runs.recipe import Recipe
-from meshpar.sharding.host_resources import check_local
+from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.errors import problem
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
@@ -40,7 +40,7 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
 
 def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str | None) -> None:
     """Check that no option sets a field that `with_hf` takes from the folder."""
-    check_local(folder, f"--from-hf {folder}", "name a folder with config.json")
+    check_name(folder, f"--from-hf {folder}", "name a folder with config.json")
     has_tokenizer = (Path(folder) / "tokenizer.json").exists()
     settings = [(f"--set {assignment}", assignment.partition("=")[0].strip()) for assignment in assignments]
     if tokenizer:

@@ -14,18 +14,27 @@ from meshpar.data.mixture import MixedSource
 from meshpar.data.source import Source
 from meshpar.layers.precision import cast_floating
 from meshpar.loop import expert_load as experts
-from meshpar.loop.fit import FitResult
+from meshpar.loop.fit import (
+    FitResult,
+)
 from meshpar.loop.goodput import Goodput
 from meshpar.loop.goodput import words as goodput_words
-from meshpar.loop.metrics_file import read_lines
+from meshpar.loop.metrics_file import (
+    describe_missing,
+    missing_steps,
+    missing_validations,
+    read_lines,
+)
 from meshpar.moe.load_metrics import Loads
 from meshpar.training.eval_params import eval_params
+from meshpar.pod import watchdog as watchdog
 from meshpar.runs.folder import RunFolder
 from meshpar.runs.plain import json_text
 from meshpar.runs.recipe import Recipe, build_model
 from meshpar.runs.screen import Screen
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import replace_file
+from meshpar.sharding.errors import problem
 from meshpar.training.lora import merged_params
 from meshpar.training.state import TrainState
 
@@ -43,7 +52,11 @@ def report(
     steps_taken: int,
     goodput: Goodput,
 ) -> dict[str, Any]:
-    """Write summary.json and the plots of a run, print the result, and return the summary."""
+    """Write summary.json and the plots of a run, print the result, and return the summary.
+
+    Raises:
+      ValueError: after a complete report, if lines of metrics.jsonl are missing.
+    """
     done = result.reason == "done"
     curves = list(read_lines(folder / "metrics.jsonl"))
     layers = next((line[experts.LAYERS] for line in reversed(curves) if experts.LAYERS in line), None)
@@ -69,6 +82,11 @@ def report(
     if "sample" in summary:
         screen.text("sample", summary["sample"])
     screen.fields("result", _result(summary, folder))
+    if lost := describe_missing(curves, result.step):
+        where = f"run {folder}: metrics.jsonl"
+        fix = "restore the file from a copy and repeat the command; the checkpoints are complete"
+        requested, reason = "report the metrics of all steps", f"the metrics of {lost} are missing"
+        raise problem(where, requested, reason, fix, code="damaged-file")
     return summary
 
 
@@ -102,6 +120,8 @@ def _summary(
         "goodput": goodput.share,
         "wall_s": {name: round(seconds, 3) for name, seconds in goodput.seconds.items()},
     }
+    missing = {"missing_steps": missing_steps(curves, result.step), "missing_validations": missing_validations(curves)}
+    summary |= {name: ranges for name, ranges in missing.items() if ranges}
     if isinstance(source, MixedSource):
         summary["sources"] = source.progress(result.step)
     if unused := source.describe().get("unused_fields"):

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.sharding.errors import check_cases, is_int, near, problem
+from meshpar.sharding.errors import is_int, near, problem
+from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.types import AnyMesh
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
@@ -177,6 +178,7 @@ class MeshSpec(Mapping[str, int]):
         Raises:
           ValueError: the sizes do not match the number of devices, or an axis of `inside_node` would cross nodes.
         """
+        check_not_forked("MeshSpec.build", "use the devices of jax")
         if isinstance(devices, int):
             fix = f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices"
             reason = "build takes a list of devices, not a number"
@@ -185,12 +187,6 @@ class MeshSpec(Mapping[str, int]):
             devices = jax.devices()
             self._check_host_devices(devices)
         devices = list(devices)
-        check_cases(
-            f"{self!r}.build", "place the mesh on these devices", "wrong-type",
-            (not all(hasattr(device, "platform") for device in devices), "an element is not a device",
-             "pass elements of jax.devices()"),
-            (len(set(devices)) < len(devices), "a device occurs twice", "pass each device once"),
-        )  # fmt: skip
         sizes = self.resolve(len(devices))
         if devices[0].platform == "tpu":
             from jax.experimental import mesh_utils

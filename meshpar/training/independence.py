@@ -137,7 +137,7 @@ def examined_trace(
     batch: PyTree,
     is_replicated: Callable[[str], bool] = lambda path: False,
 ) -> Examination:
-    """Determine which operations of a traced loss combine examples of the batch.
+    """Examine a traced loss.
 
     Args:
       jaxpr: a function of the arrays in `before`, the batch, and other arrays, that returns `arrays_of` a loss.

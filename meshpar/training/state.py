@@ -26,6 +26,7 @@ from meshpar.sharding.adapters.random_keys import is_key, key_data_like, key_imp
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.context import clear_context_mesh, replacing_mesh, tracing
 from meshpar.sharding.errors import check_cases, near_or, problem
+from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, path_str, without_axes
@@ -198,6 +199,7 @@ class Setup:
     @clear_context_mesh()
     def init(self, key: jax.Array | int) -> TrainState:
         """Create the state. All arrays are created sharded."""
+        check_not_forked("the training state", "create it")
         return self._jitted_init(key_words(key))
 
     @clear_context_mesh()

@@ -41,6 +41,7 @@ from meshpar.parallel.batch import StepBatch
 from meshpar.parallel.execution import Execution, StageUses
 from meshpar.sharding.context import Boundaries, clear_context_mesh, tracing
 from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.types import PyTree, tree_leaves_with_paths
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.checks import (
@@ -112,6 +113,7 @@ class _Program(abc.ABC):
 
     @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_not_forked("a step", "run it")
         program, batch = self._prepare(state, batch)
         return program(state, batch)
 
@@ -203,6 +205,7 @@ class TrainStep(_Program):
 
     @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_not_forked("a step", "run it")
         program, batch = self._prepare(state, batch)
         if state.setup not in self._called:
             self._called.add(state.setup)

@@ -14,6 +14,8 @@ import jax
 import pytest
 
 from meshpar.cli import main as cli
+from meshpar.loop.fit import Hook
+from meshpar.runs import training_run
 
 RECIPE = """
 from __future__ import annotations
@@ -188,6 +190,31 @@ def test_missing_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
     assert (tmp_path / "bodies" / "recipe.json").exists()
 
 
+def test_removed_files_of_a_run_are_written_again(train_bodies, tmp_path, monkeypatch):
+    folder, fit = tmp_path / "bodies", training_run.fit
+
+    class Remove(Hook):
+        def on_record(self, run, record):
+            if record.step == 1:
+                shutil.rmtree(folder)
+
+    def with_removal(*args, hooks, **options):
+        return fit(*args, hooks=[*hooks, Remove()], **options)
+
+    monkeypatch.setattr(training_run, "fit", with_removal)
+    files = "recipe.json, sharding.json, sharding.txt"
+    with pytest.warns(UserWarning, match=f"{files} were removed during the run and are written again"):
+        code, _, error = train_bodies()
+    assert code == 2
+    assert "the metrics of steps 1 are missing" in error
+    written = {path.name for path in folder.iterdir()}
+    assert {"recipe.json", "sharding.json", "sharding.txt", "metrics.jsonl", "checkpoints"} <= written
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="it lacks steps 1"):
+        assert train_bodies("--steps", 3)[0] == 2
+    assert json.loads((folder / "summary.json").read_text())["step"] == 3
+
+
 @pytest.mark.parametrize("damage", ["file", "renamed"])
 def test_resumed_run_reports_later_steps_without_a_checkpoint(train_bodies, tmp_path, damage):
     checkpoints = tmp_path / "bodies" / "checkpoints"
@@ -200,6 +227,58 @@ def test_resumed_run_reports_later_steps_without_a_checkpoint(train_bodies, tmp_
     code, text, _ = train_bodies()
     assert code == 0
     assert "resuming at step 1 of 2 (an earlier run reached step 2" in text
+
+
+def test_run_does_not_write_through_links(train_bodies, tmp_path):
+    run, victim = tmp_path / "bodies", tmp_path / "victim"
+    victim.write_text('{"step": 0}\n')
+    run.mkdir(parents=True)
+    files = ("recipe.json", "sharding.json", "sharding.txt", "goodput.json", "summary.json", "loss.png")
+    for name in (*(f"{name}.new" for name in files), "metrics.jsonl"):
+        (run / name).symlink_to(victim)
+    assert train_bodies()[0] == 0
+    assert victim.read_text() == '{"step": 0}\n'
+    assert all((run / name).is_file() and not (run / name).is_symlink() for name in (*files, "metrics.jsonl"))
+    assert not list(run.glob("*.new"))
+
+
+def test_report_omits_an_earlier_validation_if_the_last_one_was_lost(train_bodies, tmp_path):
+    metrics, args = tmp_path / "bodies" / "metrics.jsonl", ("--set", "validate_every=1")
+    code, out, _ = train_bodies(*args)
+    assert code == 0
+    assert "held-out" in out
+    summary = metrics.parent / "summary.json"
+    assert json.loads(summary.read_text())["validation"]["loss"] > 0
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if not ('"step": 2,' in line and "val_loss" in line)))
+    with pytest.warns(UserWarning, match="it lacks validations after steps 2"):
+        code, out, error = train_bodies(*args)
+    assert code == 2
+    assert "the metrics of validations after steps 2 are missing" in error
+    assert "held-out" not in out
+    assert json.loads(summary.read_text())["validation"] == {}
+
+
+@pytest.mark.matrix
+def test_lost_metrics_exit_with_2_until_they_are_restored(meshpar, tmp_path):
+    recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")
+    assert meshpar(*args)[0] == 0
+    metrics.rename(tmp_path / "away")
+    with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 3"):
+        code, _, error = meshpar(*args, "--steps", 5)
+    assert code == 2
+    assert "metrics.jsonl: cannot report the metrics of all steps: the metrics of steps 1 to 3 are missing" in error
+    assert json.loads((metrics.parent / "summary.json").read_text())["missing_steps"] == [[1, 3]]
+    assert [step for step, _ in losses(metrics.parent)] == [4, 5]
+    metrics.write_text((tmp_path / "away").read_text() + metrics.read_text())
+    code, _, _ = meshpar(*args, "--steps", 5)
+    assert code == 0
+    assert [step for step, _ in losses(metrics.parent)] == [1, 2, 3, 4, 5]
+    metrics.unlink()
+    with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 5"):
+        code, _, error = meshpar(*args, "--steps", 5)  # the run is complete, so there is nothing to profile
+    assert (code, "Traceback" in error) == (2, False)
 
 
 @pytest.mark.matrix
@@ -418,3 +497,9 @@ def test_xla_message_before_an_abort_is_shown():
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in done.stderr
+
+
+@pytest.mark.matrix
+def test_command_works_with_closed_standard_streams():
+    command = 'exec "$0" -m meshpar.cli.main doctor <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0

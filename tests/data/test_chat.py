@@ -174,10 +174,19 @@ def test_packed_row_has_the_loss_of_its_conversations(tmp_path):
 
 def test_chat_data_rejects_bad_messages_and_options(tmp_path):
     template = Template(TEMPLATE, {}, where="template")
-    for messages in (None, [], "text", ["x"], [{"content": "x"}], [{"role": "user", "contents": "x"}],
-                     [{"role": "user", "content": float("nan")}]):  # fmt: skip
+    for messages in (None, [], "text", ["x"], [{"content": "x"}], [{"role": "user", "contents": "x"}]):
         with raises("wrong-type", "line 1"):
             template.render("line 1", messages)
+    for content, code in (
+        (float("nan"), "wrong-type"),
+        ([{"n": float("inf")}], "wrong-type"),
+        ("\ud800", "bad-syntax"),
+    ):
+        for fields in ({"messages": [*CHATS[0], {"role": "user", "content": content}]},
+                       {"messages": CHATS[0], "documents": [{"text": content}]}):  # fmt: skip
+            with raises(code, "line 1") as error:
+                template.render("line 1", **fields)
+            assert error.value.requested == f"read its `{[*fields][-1]}`"
     for change, code, where in (
         ({"field": "message"}, "unknown-name", "line 1"),
         ({"template": None}, "missing-file", "folder"),
@@ -220,7 +229,7 @@ def test_chat_rewritten_history_trains_each_answer_once():
     ((text, spans),) = Template(marking, {}, where="template").render("line 1", thinking[:4])
     assert text == "[user]a.[assistant]b.[user]c.[assistant]<think></think>d."
     assert [text[slice(*span)] for span in spans] == ["a.", "b.", "c.", "d."]
-    with raises("render-failed", "line 1"):
+    with raises("bad-syntax", "line 1"):
         Template(marking, {}, where="template").render("line 1", [{"role": "user", "content": "\ud800a\udfff"}])
 
 
@@ -281,7 +290,7 @@ def test_tools_and_documents_match_transformers():
         ((text, spans),) = template.render("line 1", CHAT, **extras)
         assert text == before + RENDERED
         assert [text[slice(*span)] for span in spans] == ["y$\n"]
-    for tools in ("add", 3, [3], {"name": "add"}, '{"name": "add"}'):
+    for tools in ("add", 3, [3], {"name": "add"}, '{"name": "add"}', "[" * 10_000):
         with raises("wrong-type", "line 1"):
             template.render("line 1", CHAT, tools=tools)
 

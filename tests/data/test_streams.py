@@ -272,6 +272,19 @@ def test_interrupted_write_leaves_no_cache_folder(corpus, tmp_path, monkeypatch)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [complete]
 
 
+def test_file_modified_while_tokenizing_raises_an_error(corpus, tmp_path):
+    folder = shutil.copytree(corpus[0], tmp_path / "corpus")
+
+    class Slow(ByteTokenizer):
+        def encode_many(self, texts):
+            (folder / "b.jsonl").write_text('{"text": "other"}')
+            return super().encode_many(texts)
+
+    with raises("conflict", "b.jsonl"):
+        make_streams(folder, Slow(), cache=str(tmp_path / "cache"))
+    assert not list((tmp_path / "cache").glob("*/about.json"))
+
+
 def test_concurrent_runs_tokenize_once(corpus, tmp_path):
     started, batch_sizes, results = threading.Event(), [], []
 
@@ -296,7 +309,53 @@ def test_concurrent_runs_tokenize_once(corpus, tmp_path):
     assert len({result.train[:].tobytes() for result in results}) == 1
 
 
-@pytest.mark.parametrize(("name", "code"), [(3, "wrong-type"), ("", "wrong-type"), ("n" * 300, "not-writable")])
+HOLDER = """
+import sys, time
+from pathlib import Path
+from meshpar.data import streams
+streams._BEAT_S = 0.05
+with streams._locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_wait_for_the_cache_ends_if_its_holder_is_stopped(corpus, tmp_path, monkeypatch, child_env):
+    make_streams(corpus[0], cache=str(tmp_path))
+    (lock,) = tmp_path.glob(".*.lock")
+    shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    monkeypatch.setattr(streams, "_STALL_S", 0.5)
+    command = [sys.executable, "-c", HOLDER, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_env) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        alive_s, start_s = 1.0, time.monotonic()  # longer than the limit, which does not apply to a live process
+        stopping = threading.Timer(alive_s, holder.send_signal, [signal.SIGSTOP])
+        stopping.start()
+        try:
+            with raises("conflict", "TextData.cache") as error:
+                make_streams(corpus[0], cache=str(tmp_path))
+            assert error.value.reason.startswith(f"process {holder.pid} on ")
+            assert time.monotonic() - start_s > alive_s
+        finally:
+            stopping.join()
+            holder.kill()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_lock_must_be_a_regular_file(corpus, tmp_path, kind):
+    make_streams(corpus[0], cache=str(tmp_path / "cache"))
+    (lock,) = (tmp_path / "cache").glob(".*.lock")
+    shutil.rmtree(next((tmp_path / "cache").glob("*/about.json")).parent)
+    lock.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    {"link": lambda: lock.symlink_to(victim), "pipe": lambda: os.mkfifo(lock)}[kind]()
+    with raises("wrong-type", ".lock"):
+        make_streams(corpus[0], cache=str(tmp_path / "cache"))
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("name", "code"), [(3, "wrong-type"), ("", "wrong-type"), ("n" * 300, "unusable-file")])
 def test_cache_must_be_the_path_of_a_folder(corpus, name, code):
     with raises(code, "TextData.cache"):
         make_streams(corpus[0], cache=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -85,6 +86,9 @@ def test_load_tokenizer_rejects_unusable_files(vocab, separator, code, where, tm
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         with raises(code, where):
             load_tokenizer(str(path), separator=separator)
+    os.mkfifo(tmp_path / "pipe")
+    with raises("wrong-type", "tokenizer"):
+        load_tokenizer(str(tmp_path / "pipe"))
     with raises("conflict", "separator"):
         load_tokenizer("bytes", separator="\n")
 

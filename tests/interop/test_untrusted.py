@@ -198,11 +198,11 @@ def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
 
 
 def broken(rng: random.Random, text: bytes) -> bytes:
-    """Change or truncate bytes."""
+    """Change, truncate or nest bytes."""
     kind, at = rng.random(), rng.randrange(len(text))
     if kind < 0.5:
         return text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :]
-    return text[:at]
+    return text[:at] if kind < 0.9 else b"[" * 100_000 + text
 
 
 def check_parts(error: MeshparError) -> None:

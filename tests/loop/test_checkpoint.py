@@ -210,6 +210,30 @@ def test_keep_removes_older_checkpoints(tmp_path, setup):
     assert Checkpoints(tmp_path).steps() == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("how", "last_step"),
+    [("removed", 3), ("renamed", 3), ("emptied", 3), ("removed", 2)],
+)
+def test_lost_folder_is_reported_at_the_next_save(tmp_path, setup, how, last_step):
+    """With `last_step` 2, the folder is lost after the last save of a run, which then writes the checkpoint again."""
+    folder, last = tmp_path / "checkpoints", trained(setup, last_step)
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(trained(setup, step), wait=True)
+        if how == "renamed":
+            folder.rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(folder)
+        if how == "emptied":
+            folder.mkdir()
+        with pytest.warns(UserWarning, match="checkpoints was removed, .* of step 2 is gone") as warned:
+            checkpoints.save(last, wait=True)
+        assert len(warned) == 1
+        assert not checkpoints.save(last, wait=True)
+        assert checkpoints.steps() == [last_step]
+        assert_same(checkpoints.restore(setup).state, on_host(last))
+
+
 def test_file_in_place_of_the_folder_fails_the_save(tmp_path, setup):
     """If the save started, orbax would retry for minutes in the background."""
     folder = tmp_path / "checkpoints"
@@ -217,7 +241,7 @@ def test_file_in_place_of_the_folder_fails_the_save(tmp_path, setup):
         checkpoints.save(trained(setup, 1), wait=True)
         shutil.rmtree(folder)
         folder.touch()
-        with raises("write-failed"):
+        with pytest.warns(UserWarning, match="of step 1 is gone"), raises("write-failed"):
             checkpoints.save(trained(setup, 2))
         folder.unlink()
         assert checkpoints.save(trained(setup, 2), wait=True)
@@ -372,13 +396,16 @@ DAMAGES = {
     "run of the step before": lambda step: shutil.copy(step.parent / "1/run/metadata", step / "run/metadata"),
     "arrays of the step before": lambda step: replace_folder(step.parent / "1/state", step / "state"),
     "all of the step before": lambda step: replace_folder(step.parent / "1", step),
+    "a pipe in place of the index": lambda step: replace(step / "run/metadata", os.mkfifo),
     "a folder in place of a file": lambda step: replace(step / "state/_METADATA", os.mkdir),
+    "a link to itself": lambda step: replace(data_files(step)[-1], lambda path: os.symlink(path, path)),
     "folder emptied": lambda step: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in step.iterdir()],
 }
 
 
 QUICK = (
     "data files deleted", "bits flipped", "run truncated", "run of the step before", "arrays of the step before",
+    "a pipe in place of the index", "a link to itself",
 )  # fmt: skip
 
 
@@ -391,6 +418,13 @@ def test_damaged_newest_checkpoint_is_skipped(setup, two_steps, folder, capfd, d
     assert restored.data_state == {"step": 1}
     assert_same(restored.state, two_steps[1][1])
     assert capfd.readouterr() == ("", "")  # the log lines of orbax are dropped
+
+
+def test_unreadable_file_is_damage(setup, two_steps, folder, monkeypatch):
+    access = os.access  # patched, because root may read all files
+    monkeypatch.setattr(os, "access", lambda path, mode: "2/run/" not in str(path) and access(path, mode))
+    with pytest.warns(UserWarning, match="skipped: run/metadata is not a readable file.*Step 1 is used"):
+        assert_same(Checkpoints(folder).restore(setup).state, two_steps[1][1])
 
 
 @pytest.mark.matrix

@@ -1,16 +1,18 @@
-"""metrics.jsonl contains each step once, also after restarts."""
+"""metrics.jsonl contains each step once, also after restarts, and lost lines are reported."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from pathlib import Path
+import shutil
 
 import numpy as np
 import pytest
 
+from meshpar.loop import metrics_file
 from meshpar.loop.fit import Hook, Validator
-from meshpar.loop.metrics_file import MetricsFile, json_line, read_lines
+from meshpar.loop.metrics_file import MetricsFile, describe_missing, json_line, missing_steps, read_lines
 from tests.loop.test_fit import FakeStep, Log, State, run
 
 
@@ -92,7 +94,7 @@ def test_resumed_run_removes_the_lines_it_repeats(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m"]
 
 
-JUNK = ("", "null\n", "[1]\n", '{"loss": 1}\n', '{"step": []}\n', "\x00\x00\n", '{"step": 1')
+JUNK = ("", "null\n", "[1]\n", '{"loss": 1}\n', '{"step": []}\n', "\x00\x00\n", "[" * 100_000 + "\n", '{"step": 1')
 
 
 @pytest.mark.parametrize("junk", JUNK)
@@ -102,24 +104,75 @@ def test_invalid_lines_are_removed(tmp_path, junk):
     assert [line["step"] for line in lines(tmp_path / "m")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (lambda text: text[:-9], "validations after steps 4"), (lambda text: text[: text.rindex('{"step')], None),
+        (lambda text: "".join(line for line in text.splitlines(True) if "val_" not in line),
+         "validations after steps 2, 4"),
+        (lambda text: text[:-1], ""), (lambda text: text, ""),
+    ],
+    ids=["last line cut", "last line removed", "all validations", "newline removed", "intact"],
+)  # fmt: skip
+def test_lost_validations_of_a_resumed_run_are_reported(tmp_path, damage, lost):
+    path, lost = tmp_path / "m", "validations after steps 4" if lost is None else lost
+    validator = Validator(lambda state, batch: {"loss": 0.0, "acc": 1.0}, [1], every=2)
+    run(4, hooks=[MetricsFile(path), validator])
+    expected = lines(path)
+    assert [line["step"] for line in expected if "validation" in line] == [2, 4]
+    path.write_text(damage(path.read_text()))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"m: it lacks {lost},") if lost else contextlib.nullcontext():
+            run(4, hooks=[MetricsFile(path), validator], state=State(4))
+        assert describe_missing(lines(path), 4) == lost
+    assert lost or lines(path) == expected
+
+
 def test_lines_that_cannot_be_written_are_lost_with_a_warning(tmp_path, monkeypatch):
     """The disk is full in steps 2 and 3, and has room for a part of the first of these lines."""
-    path, real_open = tmp_path / "m", Path.open
+    path, real_open = tmp_path / "m", metrics_file.open_no_link
 
     class FillDisk(Hook):
         order = -1
 
         def on_record(self, run, record):
-            def opened(path, *args, **options):
+            def opened(path, flags):
                 if record.step in (2, 3):
-                    with real_open(path, "ab") as file:
-                        file.write(b'{"st' * (record.step == 2))
+                    path.write_bytes(path.read_bytes() + b'{"st' * (record.step == 2))
                     raise OSError(28, "No space left on device")
-                return real_open(path, *args, **options)
+                return real_open(path, flags)
 
-            monkeypatch.setattr(Path, "open", opened)
+            monkeypatch.setattr(metrics_file, "open_no_link", opened)
 
     with pytest.warns(UserWarning, match="the line of step 2 is lost .No space left on device") as warned:
         run(6, hooks=[FillDisk(), MetricsFile(path)])
     assert len(warned) == 1
     assert [line["step"] for line in read_lines(path)] == [1, 4, 5, 6]
+    assert describe_missing([*read_lines(path)], 6) == "steps 2 to 3"
+
+
+@pytest.mark.parametrize("removed", ["file", "folder"])
+def test_lines_after_a_removal_are_written(tmp_path, removed):
+    path = tmp_path / "run" / "m"
+
+    class Remove(Hook):
+        def on_record(self, run, record):
+            if record.step == 2:
+                path.unlink() if removed == "file" else shutil.rmtree(path.parent)
+
+    run(4, hooks=[MetricsFile(path), Remove()])
+    assert [line["step"] for line in lines(path)] == [3, 4]
+    assert missing_steps(read_lines(path), 4) == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "missing"),
+    [([], [(1, 6)]), ([1, 2, 3], [(4, 6)]), ([4, 5, 6], [(1, 3)]), ([1, 4, 6], [(2, 3), (5, 5)])],
+)
+def test_missing_lines_of_a_resumed_run_are_reported(tmp_path, steps, missing):
+    path = tmp_path / "m"
+    path.write_text("".join(json_line({"step": step, "loss": 1.0}) for step in steps))
+    with pytest.warns(UserWarning, match="m: it lacks steps"):
+        run(8, hooks=[MetricsFile(path)], state=State(6))
+    assert [line["step"] for line in lines(path)] == [*steps, 7, 8]
+    assert missing_steps(read_lines(path), 8) == missing

@@ -1150,7 +1150,7 @@ def test_recipes_use_a_layout_close_to_the_best(name, cluster):
     best = search.best(1)[0]
     assert taken.memory.peak_bytes <= search.limit_bytes
     if name == "llama3_8b":
-        assert taken.layout == best.layout
+        assert taken.layout == dataclasses.replace(best.layout, batch_slices=1)
     # Estimates are within 10% of compiled programs, so layouts within 10% are equally good.
     assert taken.time.step_s <= 1.1 * best.time.step_s
     # With the same mesh and strategy, no other policy or number of micro-steps is faster.

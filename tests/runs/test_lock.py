@@ -58,6 +58,27 @@ def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
             raise ZeroDivisionError
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_lock_file_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "victim").write_text("mine")
+    path = tmp_path / ".run.lock"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / ("victim" if kind == "link" else "nowhere"))
+    with raises("wrong-type", str(path)), lock(tmp_path / "run"):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_run_folder_linked_by_another_user_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "mine")
+    with lock(tmp_path / "run"):  # a link of the user is allowed
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with raises("conflict", "run "), lock(tmp_path / "run"):
+        pass
+
+
 def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "not supported")

@@ -31,7 +31,7 @@ class ArrayShape:
 
     @property
     def size(self) -> int:
-        """Number of elements. Dynamic dims have their maximum size."""
+        """Number of elements; a dynamic dim counts with its bound."""
         return math.prod(self.dims)
 
     @property
