@@ -614,7 +614,10 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
 
 
 def dtype_in(document: Mapping[str, Any]) -> str | None:
-    """Return the dtype of the weights by a config.json, or None if it has none or weights are quantized."""
+    """Return the dtype of the weights that a config.json states, or None if there is no such field.
+
+    Dtypes of quantized weights also give None.
+    """
     dtype = next((document[name] for name in DTYPE_FIELDS if document.get(name) is not None), None)
     return dtype if dtype in PARAM_DTYPES else None
 
@@ -691,7 +694,10 @@ class CheckpointTensors:
         return out
 
     def take_part(self, name: str) -> None:
-        """Run the collectives by which process 0 gathers a tensor, except those that this process has already run."""
+        """Take part in the gather of a tensor by process 0.
+
+        Collectives that this process ran before an error are not repeated.
+        """
         for _, array, index in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
             _gathered(array, index)
 

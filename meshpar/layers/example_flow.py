@@ -169,7 +169,7 @@ class _Flow:
         return out
 
     def _record(self, eqn: Any, operands: Sequence[Value]) -> None:
-        """Note the sizes of an operation that combines examples."""
+        """Store the array sizes and dtypes of an operation that combines examples."""
         arrays = [x.aval for x, value in zip(eqn.invars, operands, strict=True) if value.depends]
         arrays += [x.aval for x in eqn.outvars]
         self.combinations[eqn] = Combination(tuple((math.prod(x.shape), x.dtype.name) for x in arrays), self.runs)

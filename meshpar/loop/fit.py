@@ -355,9 +355,13 @@ def fit(
         raise problem("fit", "train", reason, "write mp.fit(step, state, batches, steps=...)", code="wrong-type")
     watch = watchdog.current()
     all_hooks = [*([] if watch is None else [_WatchdogHook(watch)]), *hooks]
+    num_preemption = sum(isinstance(hook, Preemption) for hook in all_hooks)
+    if num_preemption > 1:
+        reason, fix = "each replaces the signal handlers of the other", "pass a single one; mp.run adds it"
+        raise problem("fit(hooks=...)", f"use {num_preemption} hooks Preemption", reason, fix, code="conflict")
     # Python's default handler would raise KeyboardInterrupt at an arbitrary position of the main thread.
     if (
-        not any(isinstance(hook, Preemption) for hook in hooks)
+        not num_preemption
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
@@ -381,12 +385,12 @@ def _started_hooks(run: Run) -> Iterator[None]:
     """Start the hooks, and end all started hooks after the block, even if it or a hook fails."""
     started: list[Hook] = []
 
-    def end(reason: str) -> list[Exception]:
+    def end(reason: str) -> list[BaseException]:
         errors = []
         for hook in started:
             try:
                 hook.on_end(run, reason)
-            except Exception as error:
+            except BaseException as error:  # also after Ctrl-C: Preemption restores the signal handlers
                 errors.append(error)
         return errors
 
@@ -397,7 +401,7 @@ def _started_hooks(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         for end_error in end("nonfinite" if run.reason == "nonfinite" else "error"):
-            error.add_note(f"then a hook failed in on_end: {end_error}")
+            error.add_note(f"then a hook failed in on_end: {end_error!r}")
         raise
     for end_error in end(run.reason or "done"):
         raise end_error

@@ -355,7 +355,10 @@ class _Verifier:
         return sorted(axis for axis in {*axes, "data"} if supported.get(axis, True))
 
     def sample(self, rng: random.Random, *, limit: int) -> Iterator[Case]:
-        """Yield random layouts: from each group of samples, the layout with the most new pairs of features."""
+        """Yield random layouts that cover many pairs of features.
+
+        Each layout is the sample of a group that adds the most pairs.
+        """
         covered: set[tuple[str, str]] = set()
         samples = self._sample(rng, limit=limit)
         while group := list(itertools.islice(samples, _SAMPLES_PER_LAYOUT)):

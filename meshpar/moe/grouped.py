@@ -109,7 +109,7 @@ def grouped_matmul(
     scale per row, and weights in e4m3 with a scale per group. Scales follow from the local maximum, which differs
     between the shards of a sharded width. Gradients of weights, which sum over rows, are not quantized, so results do
     not depend on the order of rows. "fp8-rowwise" uses a scale per column of a weight and cotangents in e4m3, like
-    `meshpar.layers.fp8_dot.float8_rows_dot`.
+    `meshpar.layers.fp8_dot.rowwise_fp8_dot_general`.
 
     Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (section 5). For
     8 bits: pytorch/ao, torchao/float8, recipe "rowwise_with_gw_hp", 2025.
@@ -346,7 +346,10 @@ def _loop(
     plan: _Plan, sizes: jax.Array, num_rows: int, step: _Step, init: tuple[jax.Array, ...],
     unsaved_step: _Step | None = None,
 ) -> Any:  # fmt: skip
-    """Run `step` on each block in order, and `unsaved_step` on blocks whose activations are not saved."""
+    """Return the carry after `step` has run on all blocks in order.
+
+    `unsaved_step` replaces `step` for blocks beyond `plan.static_blocks`, whose activations are not saved.
+    """
     ends = jnp.cumsum(sizes)
     num_blocks = -(-sizes // plan.block)
     block_ends = jnp.cumsum(num_blocks)

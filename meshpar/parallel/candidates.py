@@ -11,7 +11,7 @@ from meshpar.parallel.strategy import Strategy
 
 
 def kinds(*, shards_state: bool) -> tuple[type[Parallelism], ...]:
-    """Return the parallelisms with a default mesh axis: those that shard the training state, or all others."""
+    """Return the classes of parallelism that have a default mesh axis and this value of `shards_state`."""
     return tuple(kind for kind in _subclasses(Parallelism) if kind.axes and kind.shards_state == shards_state)
 
 

@@ -180,7 +180,10 @@ class Execution:
         return dataclasses.replace(self, examples=num_examples, tokens=tokens)
 
     def with_uses(self, uses: Mapping[str, ParamUsage]) -> Execution:
-        """Return the execution with uses of parameters, for a model whose activations have no constraints."""
+        """Return the execution of a model whose activations have no constraints.
+
+        `uses` are the operations that read each parameter. The mesh axes of these parameters become tensor axes.
+        """
         specs = (weight.spec for weight in self.weights if weight.leaf.names is None or weight.leaf.path in uses)
         unannotated = {axis for spec in specs for axis in axes_of_spec(spec, self.sizes)} - set(self.batch_axes)
         return dataclasses.replace(

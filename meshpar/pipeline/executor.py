@@ -415,7 +415,10 @@ class Executor:
         self, run: Any, weights: PyTree, residuals: Buffers, receive_buffer: PyTree, pending: PyTree,
         sums: MicrobatchTotals, column: Columns,
     ) -> Steps[tuple[PyTree, Any, MicrobatchTotals]]:  # fmt: skip
-        """Return dx, the second result of `run` (weight gradients, or deferred values for W), and the sums."""
+        """Run B of a chunk, and return `(dx, result, sums)`.
+
+        `run` computes dx and `result`: weight gradients, or inputs of W for schedules that compute them later.
+        """
         part = column.part[B]
         inputs = self.inputs(column.microbatch[B], part)
 

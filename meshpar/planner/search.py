@@ -66,7 +66,7 @@ class Candidate:
 
 
 class _ScheduleEstimate(NamedTuple):
-    """Coarse properties of a schedule with rematerialization, extrapolated from at most four stages."""
+    """Approximate times and memory of a pipeline schedule, extrapolated from a schedule with at most four stages."""
 
     ticks: float
     stretch: float

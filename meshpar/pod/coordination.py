@@ -80,7 +80,7 @@ class Pod:
         return None
 
     def children(self, key: str) -> dict[str, Any]:
-        """Return the values that are set under a key, by the last component of their keys."""
+        """Return the values of the keys `key/NAME`, by NAME."""
         children = self._client.key_value_dir_get(f"{_PREFIX}/{key}")
         return {path.rpartition("/")[2]: json.loads(value) for path, value in children}
 

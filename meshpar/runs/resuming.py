@@ -142,9 +142,10 @@ def _check_same_program(
         mesh = program.setup.mesh
         assert isinstance(mesh, jax.sharding.Mesh)
         current = StepProgram(recipe, build_setup(recipe, mesh), program.batches).to_json()
-    if saved["fingerprint"] == current["fingerprint"]:
+    saved_program = saved.get("fingerprint")
+    if saved_program == current["fingerprint"]:
         return
-    difference = f"the run was trained with {saved['fingerprint']}, and the recipe now gives {current['fingerprint']}"
+    difference = f"the run was trained with {saved_program}, and the recipe now gives {current['fingerprint']}"
     if accept:
         screen.print(f"the code changed since the run started: {difference}")
         return

@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,7 @@ from meshpar.loop.goodput import Goodput
 from meshpar.loop.learning_rate import LearningRate
 from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.metrics_file import MetricsFile, read_lines
-from meshpar.loop.profiler import Profile
+from meshpar.loop.profiler import Profile, parse_steps
 from meshpar.loop.progress_bar import ProgressBar
 from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog
@@ -61,7 +63,7 @@ from meshpar.runs.screen import Screen
 from meshpar.sharding import remote
 from meshpar.sharding.host_resources import is_url, replace_file
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import check_bool, check_cases, problem
 from meshpar.sharding.units import human_bytes
 from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.state import Setup, TrainState
@@ -106,7 +108,7 @@ def run(
       hooks: additional hooks; see `mp.hooks`. A run has hooks for metrics, validation and checkpoints.
       devices: devices of the mesh; by default all.
       fresh: start from step 0, and rename the folder of an earlier run.
-      fit_vocab: set the vocabulary size of the model to the size of the data's tokenizer.
+      fit_vocab: set `vocab_size` of the model, if it has this field, to the size of the data's tokenizer.
       from_hf: Hugging Face folder of the model and its initial weights. The recipe keeps the fields in
         `meshpar.runs.recipe_sources.KEPT`.
       profile: first and last step of a trace that is written to `profile/` in the run folder.
@@ -120,13 +122,10 @@ def run(
       >>> outcome = mp.run(recipe.override("steps=100"), out="runs")  # doctest: +SKIP
       >>> outcome.summary["validation"]["loss"]  # doctest: +SKIP
     """
+    _check_arguments(recipe, hooks, profile, fresh=fresh, fit_vocab=fit_vocab, accept_changes=accept_changes)
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))
     check_writers(recipe.writers)
-    for hook in hooks:
-        if not isinstance(hook, Hook):
-            reason, fix = f"{type(hook).__name__} is not a subclass", "pass instances of mp.hooks.Hook"
-            raise problem("mp.run(hooks=...)", "call its methods", reason, fix, code="wrong-type")
     screen = Screen(stream or sys.stdout)
     if is_url(out):
         remote.check_url(remote.join(out), f"run {out}/{recipe.name}")
@@ -137,6 +136,27 @@ def run(
             result = course.fit(course.resume(), hooks)
         summary = course.report(result)
     return RunOutcome(folder=folder.path, reason=result.reason, summary=summary, state=result.state)
+
+
+def _check_arguments(recipe: Any, hooks: Any, profile: Any, **flags: Any) -> None:
+    check_cases(
+        "mp.run", "start the run", "wrong-type",
+        (not isinstance(recipe, Recipe | str | os.PathLike), f"the recipe is {recipe!r:.100}",
+         "pass an mp.Recipe, as from recipe(), a recipe file, or the name of an installed recipe"),
+        (not isinstance(hooks, Sequence), f"hooks is a {type(hooks).__name__}", "pass a list: hooks=[...]"),
+        (profile is not None and not isinstance(profile, tuple | list), f"profile is {profile!r:.100}",
+         "pass the first and the last step: profile=(10, 15)"),
+        (threading.current_thread() is not threading.main_thread(), "Python handles Ctrl-C in the main thread only",
+         "call it in the main thread, or use mp.fit without the hook Preemption"),
+    )  # fmt: skip
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            reason, fix = f"{type(hook).__name__} is not a subclass", "pass instances of mp.hooks.Hook"
+            raise problem("mp.run(hooks=...)", "call its methods", reason, fix, code="wrong-type")
+    if profile is not None:
+        parse_steps(":".join(map(str, profile)))
+    for name, value in flags.items():
+        check_bool("mp.run", f"the run uses the option {name}", **{name: value})
 
 
 class TrainingRun:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.sharding.errors import is_int, near, problem
+from meshpar.sharding.errors import check_cases, is_int, near, problem
 from meshpar.sharding.host_resources import check_not_forked
 from meshpar.sharding.types import AnyMesh
 
@@ -187,6 +187,12 @@ class MeshSpec(Mapping[str, int]):
             devices = jax.devices()
             self._check_host_devices(devices)
         devices = list(devices)
+        check_cases(
+            f"{self!r}.build", "place the mesh on these devices", "wrong-type",
+            (not all(hasattr(device, "platform") for device in devices), "an element is not a device",
+             "pass elements of jax.devices()"),
+            (len(set(devices)) < len(devices), "a device occurs twice", "pass each device once"),
+        )  # fmt: skip
         sizes = self.resolve(len(devices))
         if devices[0].platform == "tpu":
             from jax.experimental import mesh_utils

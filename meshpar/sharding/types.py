@@ -192,7 +192,10 @@ def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
 
 
 def owner_of(path: str, params: Collection[str]) -> str:
-    """Return the path of the parameter that an optimizer state leaf belongs to: the longest suffix in `params`."""
+    """Return the parameter of a leaf of the optimizer state: the longest suffix of `path` that is in `params`.
+
+    Without such a suffix, return `path`.
+    """
     keys = path.split("/")
     return next((suffix for i in range(len(keys)) if (suffix := "/".join(keys[i:])) in params), path)
 

@@ -137,7 +137,7 @@ def examined_trace(
     batch: PyTree,
     is_replicated: Callable[[str], bool] = lambda path: False,
 ) -> Examination:
-    """Examine a traced loss.
+    """Determine which operations of a traced loss combine examples of the batch.
 
     Args:
       jaxpr: a function of the arrays in `before`, the batch, and other arrays, that returns `arrays_of` a loss.

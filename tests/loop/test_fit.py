@@ -249,6 +249,24 @@ def test_all_hooks_end_after_a_hook_failed():
     assert log.log[-1] == "end done"
 
 
+def test_signal_handlers_are_restored_after_ctrl_c_in_on_end():
+    class Interrupted(Hook):
+        def on_end(self, run, reason):
+            raise KeyboardInterrupt
+
+    before, log = signal.getsignal(signal.SIGINT), Log()
+    log.order = 1
+    with pytest.raises(KeyboardInterrupt):
+        run(2, hooks=[Interrupted(), log, Preemption()])
+    assert log.log[-1] == "end done"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_two_hooks_for_signals_are_refused():
+    with raises("conflict", "fit(hooks=...)"):
+        run(2, hooks=[Preemption(), Preemption()])
+
+
 def test_only_hooks_that_were_started_are_ended():
     class Fails(Hook):
         def on_start(self, run):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
 
 import jax
 import numpy as np
 import optax
+import pytest
 
 import meshpar as mp
 from meshpar.data import ArrayData
@@ -61,6 +63,15 @@ def test_run_resumes_with_the_hooks_of_the_caller(tmp_path) -> None:
     assert outcome.summary["validation"] == straight.summary["validation"]
 
 
+def test_a_run_without_fingerprint_does_not_resume(tmp_path) -> None:
+    file = mp.run(recipe(), out=tmp_path, stream=io.StringIO()).folder / "recipe.json"
+    saved = json.loads(file.read_text())
+    del saved["program"]["fingerprint"]
+    file.write_text(json.dumps(saved))
+    with raises("conflict", "run "):
+        mp.run(recipe(steps=6), out=tmp_path, stream=io.StringIO())
+
+
 def test_run_reads_a_recipe_file_as_the_command_does(tmp_path, meshpar) -> None:
     file, text = tmp_path / "recipe.py", io.StringIO()
     file.write_text(BODIES.replace("data=2", "data=8"))
@@ -78,6 +89,32 @@ def test_hooks_must_be_hooks(tmp_path) -> None:
     with raises("wrong-type", "mp.run(hooks=...)"):
         mp.run(recipe(), out=tmp_path, hooks=[Steps])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ({"recipe": recipe}, "wrong-type", "the recipe is <function recipe"),
+        ({"recipe": None}, "wrong-type", "the recipe is None"),
+        ({"hooks": iter([Steps()])}, "wrong-type", "hooks is a list_iterator"),  # the check would consume it
+        ({"hooks": Steps()}, "wrong-type", "hooks is a Steps"),
+        ({"profile": 3}, "wrong-type", "profile is 3"),
+        ({"profile": (3, 1)}, "bad-syntax", "--profile 3:1"),
+        ({"fresh": "no"}, "not-a-bool", "fresh='no'"),
+        ({"devices": ["cpu"] * 8}, "wrong-type", "an element is not a device"),
+        ({"devices": jax.devices()[:1] * 8}, "wrong-type", "a device occurs twice"),
+    ],
+)
+def test_bad_arguments_write_nothing(tmp_path, arguments, code, text) -> None:
+    with raises(code, "") as error:
+        mp.run(**{"recipe": recipe(), "out": tmp_path} | arguments)
+    assert text in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_starts_in_the_main_thread(tmp_path) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool, raises("wrong-type", "mp.run"):
+        pool.submit(mp.run, recipe(), out=tmp_path).result()
 
 
 def test_run_takes_the_name_of_an_installed_recipe(tmp_path) -> None:

@@ -31,7 +31,7 @@ class ArrayShape:
 
     @property
     def size(self) -> int:
-        """Number of elements; a dynamic dim counts with its bound."""
+        """Number of elements. Dynamic dims have their maximum size."""
         return math.prod(self.dims)
 
     @property
