@@ -73,10 +73,13 @@ def _attention_advice(work: Workload, cluster: Cluster) -> Iterator[str]:
     attention_s = work.products_flops * share / rate
     compute_s = work.model_flops * share / (MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s)
     if attention_s > compute_s / 10:
+        fix = 'use a kernel, such as TransformerConfig(attention="cudnn")'
+        if work.compute_itemsize > 2:
+            fix = 'compute in bfloat16, in which TransformerConfig(attention="auto") uses a kernel'
         yield (
             "attention has no library kernel, and the estimates assume that its scores move at the full bandwidth of "
             f"the memory; loops of matmuls were measured at {STEP.loop_share:.1%} of the peak of an H100, which is "
-            f'{si(attention_s, "s")} in a step: use a kernel, such as TransformerConfig(attention="cudnn")'
+            f"{si(attention_s, 's')} in a step: {fix}"
         )
 
 

@@ -122,7 +122,7 @@ def run(
       >>> outcome = mp.run(recipe.override("steps=100"), out="runs")  # doctest: +SKIP
       >>> outcome.summary["validation"]["loss"]  # doctest: +SKIP
     """
-    _check_arguments(recipe, hooks, profile, fresh=fresh, fit_vocab=fit_vocab, accept_changes=accept_changes)
+    _check_arguments(recipe, hooks, profile, stream, fresh=fresh, fit_vocab=fit_vocab, accept_changes=accept_changes)
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))
     check_writers(recipe.writers)
@@ -138,7 +138,7 @@ def run(
     return RunOutcome(folder=folder.path, reason=result.reason, summary=summary, state=result.state)
 
 
-def _check_arguments(recipe: Any, hooks: Any, profile: Any, **flags: Any) -> None:
+def _check_arguments(recipe: Any, hooks: Any, profile: Any, stream: Any, **flags: Any) -> None:
     check_cases(
         "mp.run", "start the run", "wrong-type",
         (not isinstance(recipe, Recipe | str | os.PathLike), f"the recipe is {recipe!r:.100}",
@@ -146,6 +146,8 @@ def _check_arguments(recipe: Any, hooks: Any, profile: Any, **flags: Any) -> Non
         (not isinstance(hooks, Sequence), f"hooks is a {type(hooks).__name__}", "pass a list: hooks=[...]"),
         (profile is not None and not isinstance(profile, tuple | list), f"profile is {profile!r:.100}",
          "pass the first and the last step: profile=(10, 15)"),
+        (not hasattr(stream or sys.stdout, "isatty"), f"the output is {stream or sys.stdout!r:.100}",
+         "redirect standard output to a file, or pass a text stream: stream=io.StringIO()"),
         (threading.current_thread() is not threading.main_thread(), "Python handles Ctrl-C in the main thread only",
          "call it in the main thread, or use mp.fit without the hook Preemption"),
     )  # fmt: skip

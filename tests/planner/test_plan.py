@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,7 +34,7 @@ from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.parallel.strategy import Strategy
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory
-from meshpar.planner.advice import advice
+from meshpar.planner.advice import _attention_advice, advice
 from meshpar.planner.calibration import MEMORY, SEARCH, STEP
 from meshpar.planner.layout import Layout, Placer, rules_key
 from meshpar.planner.plan import Compiled, Plan, _nothing_fits, _verified, load_plans
@@ -968,6 +969,13 @@ def test_advice_for_pipelines_asks_for_four_times_stages(small):
     cluster = parse_cluster("h100:2x8")
     slow = dataclasses.replace(cluster, across=dataclasses.replace(cluster.across, bytes_per_s=1e7))
     assert "pipeline_parallel(stages=p, microbatches=m), m at least 4 p" in advice(small, slow, 10**9)[-1]
+
+
+@pytest.mark.parametrize(("itemsize", "fix"), [(2, 'attention="cudnn"'), (4, "compute in bfloat16")])
+def test_advice_for_attention_without_a_kernel(itemsize, fix):
+    """The kernels compute in 16 bits."""
+    work = types.SimpleNamespace(examples=8, products_flops=1e15, model_flops=1e15, compute_itemsize=itemsize)
+    assert fix in "".join(_attention_advice(work, parse_cluster("h100:1x8")))
 
 
 def test_verify_skips_plans_that_do_not_fit_when_compiled(plans, monkeypatch):

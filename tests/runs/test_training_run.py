@@ -100,6 +100,7 @@ def test_hooks_must_be_hooks(tmp_path) -> None:
         ({"hooks": Steps()}, "wrong-type", "hooks is a Steps"),
         ({"profile": 3}, "wrong-type", "profile is 3"),
         ({"profile": (3, 1)}, "bad-syntax", "--profile 3:1"),
+        ({"stream": "log.txt"}, "wrong-type", "the output is 'log.txt'"),
         ({"fresh": "no"}, "not-a-bool", "fresh='no'"),
         ({"devices": ["cpu"] * 8}, "wrong-type", "an element is not a device"),
         ({"devices": jax.devices()[:1] * 8}, "wrong-type", "a device occurs twice"),
