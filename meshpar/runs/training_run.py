@@ -102,6 +102,8 @@ def run(
 ) -> RunOutcome:
     """Train a recipe, or resume its run, as `meshpar train` does, and report the result.
 
+    Call it in the main thread. Ctrl-C saves a checkpoint, and the outcome has the reason "interrupted".
+
     Args:
       recipe: the run to train: a recipe, a recipe file, or the name of an installed recipe.
       out: folder of all runs, or its gs:// or s3:// URL. The run writes to `out/<name>/`.
