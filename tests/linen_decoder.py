@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import meshpar as mp
 from meshpar.layers.precision import NamedDot
 from meshpar.models import TransformerConfig, layers
+from meshpar.models.attention import attend
 from meshpar.models.transformer import embedding_init, rope_of
 from meshpar.sharding.activations import module_prefix
 from meshpar.sharding.adapters.model import Model
@@ -42,7 +43,7 @@ class Attention(nn.Module):
         q_BTHD = linear(cfg, "query", heads, ("embed", "heads", "head_dim"))(h_BTE)
         k_BTKD = linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"))(h_BTE)
         v_BTKD = linear(cfg, "value", kv_heads, ("embed", "kv_heads", "head_dim"))(h_BTE)
-        o_BTHD, _ = layers.attend(cfg, q_BTHD, k_BTKD, v_BTKD, angles)
+        o_BTHD, _ = attend(cfg, q_BTHD, k_BTKD, v_BTKD, angles)
         return linear(cfg, "out", cfg.embed_dim, ("heads", "head_dim", "embed"), axis=(-2, -1))(o_BTHD)
 
 
