@@ -16,7 +16,7 @@ from meshpar.pod import signals as interrupts
 from meshpar.sharding.errors import check_divides, problem
 
 PARENT = "MESHPAR_PARENT"
-"""Environment variable of a local process: the id of its parent."""
+"""Environment variable of a local process with the process id of the parent."""
 GRACE_S = 10.0
 """Seconds that the other processes have to end after a process failed, before they are killed."""
 RESTART_GRACE_S = 2.0
@@ -28,7 +28,7 @@ _FOLLOW_S = 0.25
 
 
 def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
-    """Run a command as several processes and wait for them. If one of them fails, all are killed.
+    """Run a command as `processes` processes and wait until they end. If a process fails, all are killed.
 
     The host devices of `XLA_FLAGS`, or the visible GPUs, are divided among the processes. Signals are passed on to all
     processes. If this process dies, all of them end.
@@ -69,12 +69,12 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0) -> int:
 
 
 def _survivors(processes: int, began_with: int) -> int:
-    """Return the largest number of processes that is below `processes` and divides `began_with`."""
+    """Return the largest divisor of `began_with` below `processes`."""
     return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
 
 
 def follow_parent() -> None:
-    """Start a thread that ends this process after the loss of its parent."""
+    """Start a thread that ends this process when the parent process ends."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return

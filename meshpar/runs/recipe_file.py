@@ -47,8 +47,8 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
 def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[None]:
     """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
-    `recipes` are paths as in `load_recipe`, and `requested` is the failed action in the error. If another file raised
-    the exception, the error names the first recipe.
+    `recipes` are paths as in `load_recipe`, and `requested` is the failed action in the error. If the traceback contains
+    no recipe, the error names the first recipe.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[No
         names = {os.path.realpath(_file_of(recipe)): recipe for recipe in recipes}
         if isinstance(error, SyntaxError) and error.filename:
             file, line = error.filename, error.lineno or 0
-        else:  # the last line of a recipe, else the line that raised the exception
+        else:  # the last line of a recipe, or the line that raised the exception
             frames = traceback.walk_tb(error.__traceback__)
             lines = [(os.path.realpath(frame.f_code.co_filename), line) for frame, line in frames]
             file, line = next((line_of_file for line_of_file in reversed(lines) if line_of_file[0] in names), lines[-1])
