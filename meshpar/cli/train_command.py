@@ -37,6 +37,11 @@ All except `as_json` set fields of the recipe, which is compared later. `as_json
     help="Resume a run although its code has changed or its recipe.json is missing.",
 )  # fmt: skip
 @click.option(
+    "--compile-cache", metavar="DIR",
+    help="Folder or URL for compiled programs, which later starts load, or none. Default: none on CPUs, otherwise "
+    "~/.cache/meshpar/programs, and OUT/jax_cache with several processes.",
+)  # fmt: skip
+@click.option(
     "--text", metavar="PATH", multiple=True,
     help="Train on your text: files, globs or folders of .txt .py .md .jsonl .parquet. Repeatable.",
 )  # fmt: skip
@@ -109,7 +114,8 @@ def train(
 
 def _train(
     *, recipe: str, assignments: tuple[str, ...], as_json: bool, plan: str | None, device_count: int | None,
-    steps: int | None, name: str | None, out: str, fresh: bool, accept_changes: bool, text: tuple[str, ...],
+    steps: int | None, name: str | None, out: str, fresh: bool, accept_changes: bool,
+    compile_cache: str | None, text: tuple[str, ...],
     tokenizer: str | None, from_hf: str | None, writers: tuple[str, ...], profile: str | None,
 ) -> None:  # fmt: skip
     prepare_devices(device_count)
@@ -150,6 +156,7 @@ def _train(
         from_hf=from_hf,
         profile=profiled_steps,
         accept_changes=accept_changes,
+        compile_cache=compile_cache,
     )
     if as_json and jax.process_index() == 0:
         print_json({"folder": str(outcome.folder), **outcome.summary})

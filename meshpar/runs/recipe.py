@@ -110,8 +110,8 @@ class Recipe:
     """With `step.nonfinite="skip"`, the run stops after this many consecutive skipped updates."""
     pgle: bool = False
     """Profile-guided latency estimation: jax measures the first steps on GPUs (three by default) and compiles the step
-    again, so that XLA's scheduler uses measured times. jax's compilation cache keeps the program, in `runs/jax_cache`
-    unless `jax_compilation_cache_dir` is set, for later starts. Not available on other devices or with --profile."""
+    again, so that XLA's scheduler uses measured times. The program is kept for later starts, as with `mp.run(compile_cache=...)`.
+    Not available on other devices or with --profile."""
     seed: int = 0
     """Seed of initial weights, dropout and data order."""
     validate_every: int | None = None

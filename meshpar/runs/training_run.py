@@ -49,6 +49,7 @@ from meshpar.loop.progress_bar import ProgressBar
 from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog
 from meshpar.pod.coordination import check_shared, this_pod
+from meshpar.runs.compile_cache import cache_location, keeping_programs
 from meshpar.runs.folder import RunFolder, run_folder
 from meshpar.runs.lock import lock_run_folder
 from meshpar.runs.optimizers import AdamW
@@ -98,6 +99,7 @@ def run(
     from_hf: str | Path | None = None,
     profile: tuple[int, int] | None = None,
     accept_changes: bool = False,
+    compile_cache: str | Path | None = None,
     stream: IO[str] | None = None,
 ) -> RunOutcome:
     """Train a recipe, or resume its run, as `meshpar train` does, and report the result.
@@ -115,6 +117,9 @@ def run(
         `meshpar.runs.recipe_sources.KEPT`.
       profile: first and last step of a trace that is written to `profile/` in the run folder.
       accept_changes: resume a run whose program has changed or whose recipe.json is missing.
+      compile_cache: folder or URL for compiled programs, which later starts load, or "none". By default programs for
+        CPUs are not kept, and others are kept in `~/.cache/meshpar/programs`, with several processes in `out/jax_cache`;
+        the folder in `jax_compilation_cache_dir` has precedence.
       stream: receives progress and report; by default standard output.
 
     Raises:
@@ -124,7 +129,7 @@ def run(
       >>> outcome = mp.run(recipe.override("steps=100"), out="runs")  # doctest: +SKIP
       >>> outcome.summary["validation"]["loss"]  # doctest: +SKIP
     """
-    _check_arguments(recipe, hooks, profile, stream, fresh=fresh, fit_vocab=fit_vocab, accept_changes=accept_changes)
+    _check_arguments(recipe, hooks, profile, compile_cache, stream, fresh=fresh, fit_vocab=fit_vocab, accept_changes=accept_changes)
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))
     check_writers(recipe.writers)
@@ -133,14 +138,19 @@ def run(
         remote.check_url(remote.join(out), f"run {out}/{recipe.name}")
     path = remote.join(out, recipe.name) if is_url(out) else Path(out) / recipe.name
     with run_folder(path, write=True, warn=screen.print) as folder:
-        course = TrainingRun(recipe, folder, screen, fresh=fresh, from_hf=from_hf, accept_changes=accept_changes)
+        course = TrainingRun(
+            recipe, folder, screen,
+            fresh=fresh, from_hf=from_hf, accept_changes=accept_changes, compile_cache=compile_cache,
+        )  # fmt: skip
         with course.prepare(devices, fit_vocab=fit_vocab, profile=profile):
             result = course.fit(course.resume(), hooks)
         summary = course.report(result)
     return RunOutcome(folder=folder.path, reason=result.reason, summary=summary, state=result.state)
 
 
-def _check_arguments(recipe: Any, hooks: Any, profile: Any, stream: Any, **flags: Any) -> None:
+def _check_arguments(
+    recipe: Any, hooks: Any, profile: Any, compile_cache: Any, stream: Any, **flags: Any
+) -> None:
     check_cases(
         "mp.run", "start the run", "wrong-type",
         (not isinstance(recipe, Recipe | str | os.PathLike), f"the recipe is {recipe!r:.100}",
@@ -148,6 +158,8 @@ def _check_arguments(recipe: Any, hooks: Any, profile: Any, stream: Any, **flags
         (not isinstance(hooks, Sequence), f"hooks is a {type(hooks).__name__}", "pass a list: hooks=[...]"),
         (profile is not None and not isinstance(profile, tuple | list), f"profile is {profile!r:.100}",
          "pass the first and the last step: profile=(10, 15)"),
+        (not isinstance(compile_cache or "", str | os.PathLike), f"compile_cache is {compile_cache!r:.100}",
+         "pass a folder, a URL, or 'none'"),
         (not hasattr(stream or sys.stdout, "isatty"), f"the output is {stream or sys.stdout!r:.100}",
          "redirect standard output to a file, or pass a text stream: stream=io.StringIO()"),
         (threading.current_thread() is not threading.main_thread(), "Python handles Ctrl-C in the main thread only",
@@ -185,11 +197,13 @@ class TrainingRun:
         fresh: bool = False,
         from_hf: str | Path | None = None,
         accept_changes: bool = False,
+        compile_cache: str | Path | None = None,
     ) -> None:
         """Check the initial weights, before anything is written: a run that has started must have started from them."""
         self.recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
         self.folder, self.screen = folder, screen
         self._fresh, self._from_hf, self._accept_changes = fresh, from_hf, accept_changes
+        self._compile_cache = compile_cache
         self._start_time_s = time.time()
         if from_hf is not None:
             if fresh or not Checkpoints(folder.checkpoints).steps():
@@ -210,8 +224,10 @@ class TrainingRun:
         if pod is not None:
             pod.agree("recipe", self.recipe.to_json(), fix="start all processes with the same command and recipe file")
         mesh, self._profile = self.recipe.mesh.build(devices), profile
+        platform, option = mesh.devices.flat[0].platform, self._compile_cache
+        programs = cache_location(option, platform=platform, folder=self.folder, warn=self.screen.print)
         if self.recipe.pgle:
-            check_pgle(mesh, profile)
+            check_pgle(mesh, profile, keeps_programs=programs is not None)
         with self.screen.progress("reading the data"), watchdog.busy(watchdog.READS):
             self.source = open_data(self.recipe)
         recipe = with_vocab(self.recipe, self.source, fit_vocab, self._from_hf)
@@ -220,10 +236,10 @@ class TrainingRun:
         self.recipe = recipe = recipe if self._fresh else with_schedule(recipe, self.folder, self.screen)
         self.setup = setup = build_setup(recipe, mesh)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(keeping_programs(programs))
             self.batches = stack.enter_context(self.source.train(setup.batch_sharding))
             if recipe.pgle:
-                local = self.folder.url is None
-                stack.enter_context(pgle_enabled(self.folder.local.parent if local else remote.cache_folder()))
+                stack.enter_context(pgle_enabled())
             with self.screen.progress("tracing and lowering the training step"):
                 self.program = StepProgram(recipe, setup, self.batches)
             if pod is not None:  # before a device waits for the other devices
@@ -233,7 +249,8 @@ class TrainingRun:
                 with watchdog.busy(watchdog.WAITS):
                     pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on all hosts")
             stack.enter_context(self._locked_folder())
-            self.screen.fields("meshpar train", self._description())
+            kept = {} if programs is None else {"compiled programs": programs}
+            self.screen.fields("meshpar train", self._description() | kept)
             checkpoints = Checkpoints(self.folder.checkpoints, keep=recipe.keep_checkpoints)
             self.checkpoints = stack.enter_context(checkpoints)
             yield
