@@ -246,6 +246,7 @@ SMALLER = {
 FEWER = {
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "gpu": ("--size", "64", "--repeats", "1"),
+    "step": ("--steps", "2", "--set", "data.seq_len=32"),
 }
 """Options that reduce the time of a benchmark."""
 ABSENT = {"/data": "data", "/mnt/disk": "."}

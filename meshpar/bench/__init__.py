@@ -1,9 +1,10 @@
-"""Measurements for cluster profiles, which `plan` and `explain` read.
+"""Measurements on the local devices: links, GPUs, and training steps of recipes.
 
     collective_timing.py   collectives: each algorithm against XLA's
-    link_fit.py            latency and bandwidth of a link, fitted to the times
-    found.py               results: measured times, fitted links, and the profile that they form
     gpu.py                 matmuls by size, copies and kernel launches, and their profile
+    step_timing.py         training steps of a recipe, next to the prediction of `explain`
+    tuning.py              search for faster options of a recipe
+    variants.py            steps of a recipe with changed fields, on synthetic batches
     timing.py              wall times and quartiles
 
 Names are imported when they are first used.
@@ -16,7 +17,8 @@ from meshpar.sharding.lazy_imports import lazy
 if TYPE_CHECKING:
     from meshpar.bench.collective_timing import collectives
     from meshpar.bench.gpu import products
+    from meshpar.bench.step_timing import steps
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["collectives", "products"]
+__all__ = ["collectives", "products", "steps"]

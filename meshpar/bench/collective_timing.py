@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as kernels
-from meshpar.bench.link_fit import Fit, Point, fit_link
-from meshpar.bench.results import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.hardware import cost_model as cost
+from meshpar.hardware.collective_results import FITTED, XLA, CollectiveRow, Collectives
+from meshpar.hardware.link_fit import Fit, Point, fit_link
 from meshpar.sharding.errors import check_choice, near, problem
 from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.mesh import MeshSpec

@@ -1,4 +1,4 @@
-"""Commands `meshpar bench`: measure collectives and a GPU, and save profiles for `plan` and `explain`."""
+"""Commands `meshpar bench`: measure collectives, a GPU and training steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from meshpar.cli.main import (
     output_options,
     prepare_devices,
     print_report,
+    recipe_options,
+    select_devices,
 )
 from meshpar.sharding.errors import problem
 
 
 @click.group()
 def bench() -> None:
-    """Measure collectives and a GPU. Saved profiles are used by `plan` and `explain`."""
+    """Measure collectives, a GPU and training steps. Saved profiles are used by `plan` and `explain`."""
 
 
 @bench.command("collectives", short_help="Compare collective algorithms with XLA.")
@@ -143,6 +145,44 @@ def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
     print_report(timings, as_json=as_json)
     if save:
         _save(timings.profile(save), save)
+
+
+@bench.command("step", short_help="Measure the training step of a recipe.")
+@recipe_options
+@click.option(
+    "--steps", "count", metavar="N", default=12, show_default=True, type=click.IntRange(1, 100_000),
+    help="Number of measured steps of each configuration.",
+)  # fmt: skip
+@click.option(
+    "--against", metavar="FIELD=VALUE", multiple=True,
+    help="Measure a second configuration alternately: the recipe with this field changed. Repeatable, for several "
+    "fields of the second configuration.",
+)  # fmt: skip
+@devices_option
+def step(
+    recipe: str, assignments: tuple[str, ...], as_json: bool, count: int, against: tuple[str, ...], devices: int | None
+) -> None:
+    """Measure training steps on synthetic tokens, without checkpoints, next to the prediction of `explain`.
+
+    \b
+    meshpar bench step recipes/gpt_stdlib.py
+    meshpar bench step recipes/gpt_stdlib.py --against step.remat=minimal --against step.accumulate=2
+
+    Prints the median and the minimum of the steps, tokens/s, FLOP/s, utilization, peak memory and the time of the first
+    step. Model FLOPs per token are 6 N + 6 L H D T with causal attention. The rows "full attention" count
+    6 N + 12 L H D T, as torchtitan and older versions of NeMo do. N is the number of matmul parameters per token,
+    without the input embedding.
+
+    With --against, blocks of both configurations alternate. The ratio of the times is the median over the rounds, and
+    its noise is the interquartile range.
+    """  # noqa: D301 (click does not wrap paragraphs that start with \b)
+    prepare_devices(devices)
+    from meshpar.bench.step_timing import steps
+    from meshpar.runs.recipe_file import load_recipe
+
+    selected = select_devices(devices)
+    config = load_recipe(recipe, devices=len(selected)).override(*assignments)
+    print_report(steps(config, steps=count, against=against, devices=selected), as_json=as_json)
 
 
 @contextlib.contextmanager

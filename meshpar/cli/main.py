@@ -128,7 +128,7 @@ COMMANDS = {
     "schedule": "Show a pipeline schedule: its table, bubbles and memory.",
     "convert": "Convert Hugging Face folders to runs, and runs to such folders.",
     "generate": "Continue prompts with the model of a run or of a Hugging Face folder.",
-    "bench": "Measure collectives and a GPU, and save profiles for plan and explain.",
+    "bench": "Measure collectives, a GPU and training steps, and save profiles for plan and explain.",
     "checkpoint": "List, inspect, verify and export checkpoints of a run, without its recipe.",
     "trace": "Read a profile of training steps and compare it with the prediction of explain.",
     "verify": "Compare random layouts and restarts of a recipe's model with one device.",

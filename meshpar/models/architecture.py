@@ -469,18 +469,18 @@ class Architecture:
         key_value += latent.kv_rank * heads * (latent.nope_dim + latent.v_dim)
         return query + key_value + heads * latent.v_dim * width
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Return the model FLOPs per training token, forward and backward: `6 N + 12 L H D T`.
 
         N is the number of matmul parameters per token: all matrices of the layers, with only the active experts, and
         the output layer, but not the embedding lookup or the norms. Each parameter takes a multiply and an add in the
         forward pass, and twice as many in the backward pass. The second term is attention with L layers and H heads of
         dimension D (the mean of the key and value dimensions) over `seq_len` positions T. It includes the half that a
-        causal kernel can skip. Recomputation is not included. (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling
-        with Pathways", appendix B.)
+        causal kernel can skip, unless `causal` is set: `6 N + 6 L H D T`. Recomputation is not included. (Chowdhery et
+        al. 2022, "PaLM: Scaling Language Modeling with Pathways", appendix B.)
         """
         experts = 0 if self.moe is None else self.num_moe_layers * self.moe.active_params(self.embed_dim)
         matmul_params = self._dense_matmul_params + experts + self.vocab_size * self.embed_dim
         key_and_value = self.head_dim + (self.head_dim if self.latent is None else self.latent.v_dim)
         attention = self.num_layers * self.num_heads * key_and_value * seq_len
-        return 6 * matmul_params + 6 * attention
+        return 6 * matmul_params + (3 if causal else 6) * attention

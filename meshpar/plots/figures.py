@@ -41,7 +41,7 @@ from meshpar.sharding.units import human_bytes, prefix_of, si
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from meshpar.bench.results import Collectives
+    from meshpar.hardware.collective_results import Collectives
     from meshpar.inspect.memory import Memory
     from meshpar.inspect.report import Report
     from meshpar.inspect.timeline.simulator import Segment, Timeline

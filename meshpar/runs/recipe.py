@@ -205,6 +205,18 @@ def open_data(recipe: Recipe, *, batch_size: int | None = None) -> Source:
     return source
 
 
+def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of each array of a global batch. Opens the data only if it has no `batch_shapes`."""
+    shapes_of = getattr(recipe.data, "batch_shapes", None)
+    if shapes_of is None:
+        with open_data(recipe).train() as batches:
+            spec = dict(batches.spec)
+    else:
+        spec = shapes_of(recipe.batch_size)
+    dtype_of = jax.dtypes.canonicalize_dtype  # 64-bit arrays become 32-bit arrays, as in the run
+    return {name: jax.ShapeDtypeStruct(like.shape, dtype_of(like.dtype)) for name, like in spec.items()}
+
+
 def build_step(recipe: Recipe) -> TrainStep:
     """Return the training step that `train` runs and `explain` compiles."""
     return TrainStep(recipe.loss, recipe.step)

@@ -11,10 +11,10 @@ import pytest
 
 from meshpar import bench, plots
 from meshpar.bench import collective_timing as kernels
-from meshpar.bench.link_fit import Fit
-from meshpar.bench.results import XLA, CollectiveRow, Collectives
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, parse_cluster, parse_profile
+from meshpar.hardware.collective_results import XLA, CollectiveRow, Collectives
+from meshpar.hardware.link_fit import Fit
 from tests.errors import raises
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=1e11)

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshpar.bench.link_fit import Fit
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Links, Profile, cluster_of, gpu_of_kind
 from meshpar.hardware.cost_breakdown import bus_factor
+from meshpar.hardware.link_fit import Fit
 from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.units import si

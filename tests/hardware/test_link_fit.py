@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from meshpar.bench.link_fit import Point, fit_link
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link
+from meshpar.hardware.link_fit import Point, fit_link
 
 LINK = Link(alpha_s=3e-6, bytes_per_s=2e10)
 FORMS = [

@@ -1,0 +1,152 @@
+"""Training steps of a recipe with some fields changed, which run on synthetic batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.hardware.compile_options import fingerprint
+from meshpar.loop.fit import Hook, Record, Run, fit
+from meshpar.parallel.batch import shard_batch
+from meshpar.runs.recipe import Recipe, batch_shapes, build_setup, build_step, open_data
+from meshpar.training.state import Setup, TrainState
+from meshpar.training.step import TrainStep
+
+NUM_BATCHES = 4
+"""Number of batches on the devices, which the steps repeat."""
+DOCUMENTS = 4
+"""Number of documents in each synthetic packed sequence."""
+_FIELDS = {"inputs", "targets", "segments", "positions", "weights"}
+"""Fields of a batch of tokens."""
+Batches = Sequence[Mapping[str, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """The training step of a recipe with some fields changed, on local devices."""
+
+    changes: tuple[str, ...]
+    """Changed fields of the recipe, as `FIELD=VALUE`."""
+    recipe: Recipe
+    """The recipe with the changes."""
+    setup: Setup
+    step: TrainStep
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    """Shape and dtype of each array of the global batch."""
+
+    @staticmethod
+    def of(recipe: Recipe, changes: Sequence[str] = (), devices: Sequence[jax.Device] | None = None) -> Variant:
+        """Build the step and the shardings, without tracing.
+
+        Raises:
+          MeshparError: a field does not exist, or its value does not fit the recipe or the devices.
+        """
+        changed = recipe.override(*changes)
+        setup = build_setup(changed, changed.mesh.build(devices))
+        return Variant(
+            changes=tuple(changes),
+            recipe=changed,
+            setup=setup,
+            step=build_step(changed),
+            batch=batch_shapes(changed),
+        )
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.changes) or "the recipe"
+
+    @property
+    def devices(self) -> np.ndarray:
+        """The devices of the mesh."""
+        mesh = self.setup.given_mesh
+        assert isinstance(mesh, jax.sharding.Mesh)
+        return mesh.devices
+
+    @property
+    def tokens_shape(self) -> tuple[int, int] | None:
+        """Examples and positions of a batch of tokens; None for other batches."""
+        inputs = self.batch.get("inputs")
+        if inputs is None or len(inputs.shape) != 2 or not np.issubdtype(inputs.dtype, np.integer):
+            return None
+        return inputs.shape[0], inputs.shape[1]
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The lowered step. jax runs the executable of `lowered.compile()` when the step is called."""
+        return self.step.lower(self.setup.abstract, self.batch)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the program and its compile options, as in `explain` and `train`."""
+        return fingerprint(self.lowered, self.step.compile_options(self.setup))
+
+    def shares_state_of(self, other: Variant) -> bool:
+        """Return whether both steps take the same arrays with the same shardings."""
+        leaves, structures = zip(*(jax.tree.flatten(_arrays(v.setup.abstract)) for v in (self, other)), strict=True)
+        kinds = [[(x.shape, x.dtype, x.sharding) for x in side] for side in leaves]
+        return structures[0] == structures[1] and kinds[0] == kinds[1]
+
+    def batches(self) -> Batches:
+        """Return batches on the devices: random tokens for decoders, and examples of the data for other models."""
+        recipe, setup = self.recipe, self.setup
+        vocab_size = getattr(recipe.model, "vocab_size", None)
+        if vocab_size is None or not set(self.batch) <= _FIELDS:
+            with open_data(recipe).train(setup.batch_sharding) as batches:
+                return list(itertools.islice(batches, NUM_BATCHES))
+        numbers = np.random.default_rng(0)
+        mesh: Any = setup.given_mesh
+        return [shard_batch(_tokens(self.batch, vocab_size, numbers), mesh, setup.strategy) for _ in range(NUM_BATCHES)]
+
+    def run(self, state: TrainState, batches: Batches, count: int) -> tuple[TrainState, list[float]]:
+        """Run steps as `train` does, which reads the loss of a step while later steps run.
+
+        Args:
+          state: a state with the arrays and shardings of this step. It is donated.
+          batches: from `batches`.
+          count: number of steps.
+
+        Returns:
+          The new state, and the seconds of each step.
+        """
+        seconds = _StepSeconds()
+        first = int(state.step)
+        state = state.replace(setup=self.setup)
+        order = itertools.cycle(batches)
+        result = fit(self.step, state, order, steps=first + count, hooks=[seconds])
+        return result.state, seconds.values
+
+
+def _arrays(state: TrainState) -> Any:
+    return state.params, state.opt_state, state.extra
+
+
+class _StepSeconds(Hook):
+    """Hook that collects the seconds of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_record(self, run: Run, record: Record) -> None:
+        self.values.append(record.seconds)
+
+
+def _tokens(
+    batch: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int, numbers: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Return random tokens and targets. Packed sequences have documents of equal length."""
+
+    def array(name: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
+        place = np.arange(like.shape[-1])
+        length = -(-like.shape[-1] // DOCUMENTS)
+        documents = {"segments": place // length + 1, "positions": place % length, "weights": np.ones_like(place)}
+        if name in documents:
+            return np.broadcast_to(documents[name], like.shape).astype(like.dtype)
+        return numbers.integers(0, vocab_size, like.shape).astype(like.dtype)
+
+    return {name: array(name, like) for name, like in batch.items()}
