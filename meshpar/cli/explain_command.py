@@ -61,7 +61,11 @@ if TYPE_CHECKING:
 @click.option(
     "--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write the report with plots to an HTML file."
 )
-@click.option("--check", is_flag=True, help="Exit with 1 on an unexpected collective or an exceeded budget.")
+@click.option(
+    "--check", is_flag=True,
+    help="Exit with 1 on an unexpected collective, an exceeded budget, unfused attention, or a float32 matmul in a "
+    "16-bit step. A recipe can declare such kernels.",
+)  # fmt: skip
 @click.option(
     "--save-budget", metavar="FILE", type=click.Path(dir_okay=False),
     help="Save the communication and memory as a budget.",
@@ -294,13 +298,19 @@ class Explained:
     comparison: Comparison | None = None
     differences: Sequence[Difference] | None = None
     """Differences from the budget; None without a budget."""
+    allow: Sequence[str] = ()
+    """Lint rules whose findings do not fail --check (`Recipe.allow`)."""
 
     @property
     def reasons(self) -> list[str]:
         """Reasons why --check fails; empty if it passes."""
+        from meshpar.inspect.kernels import CHECKED_RULES
         from meshpar.inspect.render import unexpected_text
 
+        failing = {*CHECKED_RULES} - {*self.allow}
+        slow = [f for f in self.report.findings if f.rule in failing]
         unexpected = [f"unexpected: {unexpected_text(collective)}" for collective in self.report.matching.unexpected]
+        unexpected += [f"{finding.rule}: {finding.message}, in {finding.module}: {finding.fix}" for finding in slow]
         return unexpected + [f"over budget: {change.text}" for change in self.differences or () if change.is_over]
 
     def to_json(self) -> dict[str, Any]:
@@ -348,7 +358,8 @@ def _compile_report(subject: Subject, other: Subject | None, budget: Budget | No
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
     differences = None if budget is None else budget.differences(report)
-    return Explained(report=report, comparison=comparison, differences=differences)
+    allow = subject.recipe.allow
+    return Explained(report=report, comparison=comparison, differences=differences, allow=allow)
 
 
 def _label(subject: Subject, other: Subject) -> str:

@@ -44,6 +44,8 @@ class KernelChoice:
 
     implementation: str
     why: str
+    is_named: bool = False
+    """True if the model names the implementation, False if "auto" chose it."""
 
     def __str__(self) -> str:
         return f"{self.implementation} ({self.why})"

@@ -22,6 +22,7 @@ from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import expected_by_stage, scopes_above
 from meshpar.inspect.function import explain_function
 from meshpar.inspect.hlo.shapes import dtype_bits
+from meshpar.inspect.kernels import ProgramKernel, kernel_findings, kernel_rows, program_kernels, reasons
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, merge_stages
 from meshpar.inspect.memory import memory, remedies
@@ -184,6 +185,12 @@ def _explain(
     wide = high_precision_ops(traced.jaxpr.jaxpr, execution.compute, setup.strategy.activations.dtypes)
     if wide is not None:
         findings.append(Finding(rule="wide-compute", source=wide.where, message=wide.message, fix=wide.fix, nbytes=0))
+    choices = step.kernels(state, batch)
+    kernels: tuple[ProgramKernel, ...] = ()
+    if times is not None and cluster is not None:
+        kernels = program_kernels(program.module, cluster, counts)
+        findings += kernel_findings(kernels, execution, choices, setup.strategy.activations, scopes_above(setup))
+    why = reasons(choices, grouped_why=_why_blocked(execution), is_autotuned=compiler is compile_here)
     return Report(
         devices=setup.mesh.size,
         mesh=sizes,
@@ -212,7 +219,8 @@ def _explain(
             *_repeated_reductions_note(execution),
             *_router_losses_note(execution, traced.out_info[1]),
         ),
-        kernels=step.kernels(state, batch),
+        kernels=choices,
+        kernel_list=kernel_rows(kernels, times.step_s, why) if times is not None else (),
         stages=None if execution.pipeline is None else stages(execution, times),
         timeline=times,
         program=program,
@@ -303,13 +311,18 @@ def _grouped_note(program: Program, execution: Execution) -> Iterator[str]:
     """Yield a note if expert matmuls on GPUs use no library kernel, for example because a package is not installed."""
     if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
         return
+    yield f"expert matmuls use the blocked implementation: {_why_blocked(execution)}"
+
+
+def _why_blocked(execution: Execution) -> str:
+    """Return why expert matmuls on GPUs use no library kernel."""
+    if execution.low_precision:
+        return "the only one for 8-bit matmuls"
     dtype = execution.compute or next((w.leaf.dtype.name for w in execution.weights if w.leaf.is_expert), "float32")
-    why = "the only one for 8-bit matmuls"
-    if not execution.low_precision:
-        why = choose_grouped_matmul("cuda", dtype).why
-        if has_kernels() and not has_tokamax():
-            why += "; with the extras cuda12 or cuda13 the pod runs a different program"
-    yield f"expert matmuls use the blocked implementation: {why}"
+    why = choose_grouped_matmul("cuda", dtype).why
+    if has_kernels() and not has_tokamax():
+        why += "; with the extras cuda12 or cuda13 the pod runs a different program"
+    return why
 
 
 def _router_losses_note(execution: Execution, metrics: Mapping[str, Any]) -> Iterator[str]:

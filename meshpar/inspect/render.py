@@ -179,14 +179,15 @@ def _where(item: Collective | Contributor | Finding | Unexpected) -> str:
 def _without_repeats(texts: Iterable[str]) -> Iterator[str]:
     seen: set[str] = set()
     for text in texts:
-        yield "as above" if text in seen else text
+        yield "as above" if text and text in seen else text
         seen.add(text)
 
 
 def sections(report: AnyReport) -> tuple[Section, ...]:
     """Return the report as titled tables, without styles of a particular output."""
     of_step = (_matching(report), _stages(report)) if isinstance(report, StepData) else ()
-    others = (_collectives(report), _overlap(report), _compute(report), _lint(report), _notes(report))
+    kernels = _kernels(report) if isinstance(report, StepData) else None
+    others = (_collectives(report), _overlap(report), _compute(report), kernels, _lint(report), _notes(report))
     return tuple(section for section in (_memory(report), *of_step, *others) if section is not None)
 
 
@@ -530,6 +531,26 @@ def _compute(report: AnyReport) -> Section:
         sources = "; ".join(compute.bracket.sources)
         parts.append(Cell(f"· {low} with full overlap, {high} with no overlap. {sources}", "faint"))
     return Section(title="Compute", parts=parts)
+
+
+def _kernels(report: StepData) -> Section | None:
+    if not report.kernel_list:
+        return None
+    rows = [
+        (
+            Cell(row.kind, "strong"),
+            row.implementation,
+            row.dtypes,
+            f"{row.count:,.0f}",
+            human_time(row.time_s),
+            Cell(_percent(row.share), share=row.share),
+            Cell(", ".join(row.modules[:2]) + f" and {len(row.modules) - 2} more" * (len(row.modules) > 2), "faint"),
+            Cell(why, "faint"),
+        )
+        for row, why in zip(report.kernel_list, _without_repeats(row.reason for row in report.kernel_list), strict=True)
+    ]
+    columns = ("kind", "implementation", "dtypes", "runs>", "time>", "of the step>", "modules?", "why not a faster one")
+    return Section(title="Kernels", parts=(Table(columns=columns, rows=rows),))
 
 
 def _lint(report: AnyReport) -> Section | None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from meshpar.hardware.compile_target import KernelChoice
 from meshpar.inspect import census
 from meshpar.inspect.census import Collective, Total
+from meshpar.inspect.kernels import KernelRow
 from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import MatchResult
 from meshpar.inspect.memory import Contributor, Memory
@@ -89,7 +90,9 @@ class StepData(ProgramData):
     memory: Memory
     matching: MatchResult
     kernels: Mapping[str, KernelChoice] = dataclasses.field(default_factory=dict)
-    """Implementations that "auto" chose, by operation, such as `attention`."""
+    """Implementations that "auto" chose or the model names, by operation, such as `attention`."""
+    kernel_list: tuple[KernelRow, ...] = ()
+    """Kernels of a program for GPUs of the catalogue, merged by kind, implementation, dtypes and reason."""
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
     unit: ClassVar[str] = "step"

@@ -100,6 +100,20 @@ def is_backward(op_name: str) -> bool:
     return "transpose(" in op_name
 
 
+def phase(op_name: str) -> str:
+    """Return the phase of a training step: `forward`, `backward`, `optimizer` or `other`.
+
+    >>> phase("jit(_step)/gradients/transpose(jvp(mlp))/mul"), phase("jit(_step)/update/add")
+    ('backward', 'optimizer')
+    """
+    parts = components(op_name)
+    if "update" in parts:
+        return "optimizer"
+    if not any("gradients" in part for part in parts):
+        return "other"
+    return "backward" if is_backward(op_name) else "forward"
+
+
 def source(module: Module, instruction: Instruction) -> str:
     """Return `file:line` of the innermost frame of the user's code; empty if the program has none."""
     stack = module.stack(instruction)

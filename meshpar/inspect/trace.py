@@ -197,7 +197,7 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     if op_names:
         phases = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
         for name, time in times.items():
-            phases[_phase(op_names.get(name, ""))] += time.time_s
+            phases[scopes.phase(op_names.get(name, ""))] += time.time_s
     return Trace(
         source=str(file),
         program=program,
@@ -308,15 +308,6 @@ def _timed(name: str, kind: str, time: _Time, sent: Any, links: Links | None, ru
     )
 
 
-def _phase(op_name: str) -> str:
-    parts = scopes.components(op_name)
-    if "update" in parts:
-        return "optimizer"
-    if not any("gradients" in part for part in parts):
-        return "other"
-    return "backward" if scopes.is_backward(op_name) else "forward"
-
-
 def _costs(
     times: Mapping[str, _Time],
     timed: Sequence[MeasuredCollective],
@@ -335,7 +326,7 @@ def _costs(
 
 def _place(name: str, op_names: Mapping[str, str]) -> str:
     op_name = op_names.get(name, "")
-    return ", ".join(filter(None, (scopes.module_path(op_name), _phase(op_name)))) if op_name else ""
+    return ", ".join(filter(None, (scopes.module_path(op_name), scopes.phase(op_name)))) if op_name else ""
 
 
 def _notes(

@@ -226,7 +226,7 @@ class Numerics:
     matched: set[str] = dataclasses.field(default_factory=set)
     """Patterns of `Precision.matmul` that matched a module with a supported matmul."""
     kernels: dict[str, KernelChoice] = dataclasses.field(default_factory=dict)
-    """Implementations that "auto" chose, by operation."""
+    """Implementations that "auto" chose or the model names, by operation."""
     stage_uses: StageUses | None = None
     """Uses of parameters by pipeline stages, recorded by their engine."""
 
@@ -245,7 +245,7 @@ def numerics(precision: Precision, remat: str | None, batch_slices: int = 1) -> 
 
 
 def record_kernel(operation: str, choice: KernelChoice) -> None:
-    """Record an implementation that "auto" chose, for the reports of `train` and `explain`."""
+    """Record an implementation that "auto" chose or the model names, for the reports of `train` and `explain`."""
     if (context := NUMERICS.value) is not None:
         context.kernels[operation] = choice
 

@@ -450,11 +450,11 @@ def full_attention(
     segments_BT = _segments_of(cfg, angles, q_BTHD.shape[:2])
     options = {"window": limits["window"], "cap": limits["cap"], "sinks_H": sinks_H}
     query = _query(q_BTHD, v_BTKW, segments_BT, ring=bool(context.sequence_axes(q_BTHD)), **options)
-    implementation: str = cfg.attention
-    if implementation == "auto":
+    choice = KernelChoice(implementation=cfg.attention, why=f'attention="{cfg.attention}" in the model', is_named=True)
+    if cfg.attention == "auto":
         choice = choose_attention(query)
-        record_kernel("attention", choice)
-        implementation = choice.implementation
+    record_kernel("attention", choice)
+    implementation = choice.implementation
     if not query.ring:
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
         # Reshard from the layout outside attention to the layout inside. Both constraints are needed: XLA would

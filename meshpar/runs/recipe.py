@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import optax
@@ -33,6 +33,10 @@ from meshpar.training.lora import Lora
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, make_setup
 from meshpar.training.step import TrainStep
+
+
+Allowed = Literal["unfused-attention", "float32-matmul"]
+"""Lint rules that fail `explain --check`."""
 
 
 class ModelConfig(Protocol):
@@ -126,6 +130,8 @@ class Recipe:
     """Text to generate at the end, for language models."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Metric writers in addition to metrics.jsonl. Each needs the extra of the same name."""
+    allow: tuple[Allowed, ...] = ()
+    """Findings of `explain` that are intended, and do not fail `explain --check`."""
 
     def __new__(cls, **fields: Any) -> Recipe:
         """Check the names of the fields."""
@@ -163,6 +169,8 @@ class Recipe:
             value = getattr(self, field)
             is_valid = (value is None and field.endswith("_every")) or (is_int(value, least) and value < 2**31)
             check_value(f"Recipe.{field}", value, is_valid, f"it must be an integer from {least} to 2^31 - 1")
+        rules = get_args(Allowed)
+        check_value("Recipe.allow", self.allow, {*self.allow} <= {*rules}, f"it may contain {' and '.join(rules)}")
         is_int64 = is_int(self.seed, -(2**63)) and self.seed < 2**63
         check_value("Recipe.seed", self.seed, is_int64, "it must be a 64-bit integer")
         is_name = re.fullmatch(r"[\w.-]{1,200}", self.name) is not None and self.name.strip("-_.") != ""

@@ -30,7 +30,7 @@ from meshpar.training.state import Setup
 RESUMABLE = (
     "name", "steps", "optimizer.schedule_steps", "mesh", "strategy", "step.remat", "step.nonfinite", "step.xla",
     "max_skipped", "pgle", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
-    "writers", "data.prefetch", "data.cache", "model.attention",
+    "writers", "allow", "data.prefetch", "data.cache", "model.attention",
 )  # fmt: skip
 """Fields that may change when a run is resumed. Only `optimizer.schedule_steps` changes the model, the data or the
 updates; a resumed run keeps its value unless the user sets it."""
@@ -41,7 +41,7 @@ To compare programs, the step is lowered again with the old values of these fiel
 """
 NO_PROGRAM = (
     "name", "max_skipped", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
-    "writers", "pgle", "data.prefetch", "data.cache",
+    "writers", "allow", "pgle", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Recipe fields that may change on resume and do not change the program."""
 
@@ -59,7 +59,7 @@ class StepProgram:
         digest = fingerprint(self.step.lower(setup.abstract, batches.spec), options)
         self._text = f"program {digest}" + f" with {words}" * bool(words)
         self.kernels = self.step.kernels(setup.abstract, batches.spec)
-        """Implementations that "auto" chose, by operation."""
+        """Implementations that "auto" chose or the model names, by operation."""
 
     def __str__(self) -> str:
         return self._text

@@ -64,7 +64,7 @@ _Options = ParamSpec("_Options")
 
 
 Kernels = dict[str, KernelChoice]
-"""Implementations that "auto" chose, by operation."""
+"""Implementations that "auto" chose or the model names, by operation."""
 
 
 class _Program(abc.ABC):
@@ -164,7 +164,10 @@ class TrainStep(_Program):
 
     @clear_context_mesh()
     def kernels(self, state: TrainState, batch: PyTree) -> Kernels:
-        """Return the implementations that "auto" chose, by operation, such as `attention`. Arrays may be abstract."""
+        """Return the implementations that "auto" chose or the model names, by operation, such as `attention`.
+
+        Arrays may be abstract.
+        """
         program, batch = self._prepare(state, batch)
         program.trace(state, batch)  # jit reuses an earlier trace
         return self._kernels[state.setup][_shapes(batch)]
