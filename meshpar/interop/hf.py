@@ -266,7 +266,7 @@ def _differences(config: TransformerConfig, other: TransformerConfig) -> dict[st
 
 
 _RUNTIME_FIELDS = re.compile(
-    r"attention|tensor_matmul|vocab_chunk|param_dtype|source|moe/routing/(capacity_factor|causal|force)"
+    r"attention|tensor_matmul|unroll|vocab_chunk|param_dtype|source|moe/routing/(capacity_factor|causal|force)"
     r"|moe/(auxiliary_weight|z_weight|bias_rate|implementation|bound_factor|chunks|payload(/.*)?)"
 )
 """Paths of the fields about the implementation and the training of a model."""

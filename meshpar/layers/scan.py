@@ -19,7 +19,7 @@ from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_s
 from meshpar.layers.precision import NUMERICS, REGATHERS
 from meshpar.layers.remat import regathering, remat_policy
 from meshpar.sharding.context import TraceOption, ambient
-from meshpar.sharding.errors import check_cases, near_or, problem
+from meshpar.sharding.errors import check_cases, check_positive_int, near_or, problem
 from meshpar.sharding.types import PyTree
 
 _Leaf = TypeVar("_Leaf")
@@ -153,6 +153,16 @@ class LayerRunner:
 
 
 RUNNER = TraceOption[LayerRunner]("runner")
+_OUTSIDE_LOOP = TraceOption[bool]("layer outside loop")
+
+
+def is_outside_loop() -> bool:
+    """Return whether the compiled program runs the layer that is being traced outside of a loop.
+
+    Forward and backward pass are then in the same computation, where XLA would merge the recomputation of a layer with
+    its forward pass. `jax.checkpoint` needs `prevent_cse=True`.
+    """
+    return bool(_OUTSIDE_LOOP.value)
 
 
 @contextlib.contextmanager
@@ -210,6 +220,7 @@ def scan_layers(
     per_example: PyTree = None,
     path: str = "layers",
     staged: bool = True,
+    unroll: int | bool = 1,
 ) -> PyTree:
     """Apply the stacked layers of a model in sequence.
 
@@ -239,6 +250,8 @@ def scan_layers(
         positions. A layer that closes over them instead cannot run on slices of the batch.
       path: path, or end of the path, of the stacked layers in the model. It also names the scope of their operations.
       staged: whether pipeline stages share these layers; False for a stack that runs within one stage.
+      unroll: number of layers in an iteration of the compiled loop, as in `lax.scan`; True for all layers. Not with
+        `mp.fsdp(prefetch=1)`.
 
     Returns:
       `x`, or `(x, caches)` if caches were passed. If the layers return an `Aux`, so does
@@ -247,7 +260,7 @@ def scan_layers(
 
     Raises:
       MeshparError: the loss of an `Aux` is not a scalar, a layer changes the shape or dtype of x, caches are used with
-        stages, or the path of a parameter that has to be gathered is not found.
+        stages, the path of a parameter that has to be gathered is not found, or `unroll` is not a positive integer.
 
     Example:
       >>> weights = jnp.asarray([2.0, 3.0, 5.0])
@@ -260,22 +273,36 @@ def scan_layers(
     context, runner = NUMERICS.value, RUNNER.value
     if runner is None or (is_staged() and not staged):
         runner = LayerRunner()
+    check_unroll("scan_layers", unroll)
+    num_layers = max((jnp.shape(leaf)[0] for leaf in jax.tree.leaves((params, extra))), default=1)
+    unroll = num_layers if unroll is True else unroll
+    # Remaining layers run after the loop, and XLA removes a loop with a single iteration.
+    is_outside = unroll > 1 and (is_staged() or num_layers < 2 * unroll or num_layers % unroll > 0)
     num_slices = 1 if context is None or caches is not None else context.batch_slices
     if num_slices > 1:
         check_batch_dims(x, per_example, num_slices)
-        sliced = layer_on_slices(lambda *args: with_aux(layer(*args), has_sums=True), per_example, num_slices)
-        body: Layer = SlicedLayer(_in_context(sliced, path, runner), num_slices)
+        call = layer_on_slices(lambda *args: with_aux(layer(*args), has_sums=True), per_example, num_slices)
     else:
-        body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), path, runner)
+        call = layer if per_example is None else lambda *args: layer(*args, per_example)
+    body = _in_context(call, path, runner, is_outside)
+    body = body if unroll == 1 else UnrolledLayer(body, unroll)
+    body = body if num_slices == 1 else SlicedLayer(body, num_slices)
     return runner.run(path, body, x, (params, extra, caches))
 
 
-def _in_context(layer: Callable[..., Any], stack_path: str, runner: LayerRunner) -> Layer:
+def check_unroll(where: str, unroll: Any) -> None:
+    """Check a number of layers per iteration: a positive integer, or True for all layers."""
+    if unroll is not True:
+        check_positive_int(where, "the number of layers in an iteration", unroll=unroll)
+
+
+def _in_context(layer: Callable[..., Any], stack_path: str, runner: LayerRunner, is_outside: bool) -> Layer:
     """Return the layer as a function of (x, inputs), with the weights of the runner and the step's remat policy."""
 
     def body(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
         shards, *optional = inputs
-        return layer(x, runner.weights(stack_path, shards), *(tree for tree in optional if tree is not None))
+        with _OUTSIDE_LOOP.set(is_outside):
+            return layer(x, runner.weights(stack_path, shards), *(tree for tree in optional if tree is not None))
 
     context = NUMERICS.value
     if context is None:
@@ -286,7 +313,24 @@ def _in_context(layer: Callable[..., Any], stack_path: str, runner: LayerRunner)
     policy = None if context.remat is None else remat_policy(context.remat, context.names)
     policy = regathering(policy) if runner.regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.checkpoint(body, policy=policy, prevent_cse=is_outside)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnrolledLayer:
+    """A layer of which several run in each iteration of a loop."""
+
+    layer: Layer
+    unroll: int
+    """Layers in an iteration."""
+
+    def __call__(self, x: Any, inputs: PyTree) -> Any:
+        return self.layer(x, inputs)
+
+
+def is_unrolled(layer: Layer) -> bool:
+    """Return whether several layers run in each iteration."""
+    return isinstance(layer.layer if isinstance(layer, SlicedLayer) else layer, UnrolledLayer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -324,7 +368,8 @@ def scanned(layer: Layer, x: PyTree, inputs: PyTree, *, with_caches: bool = Fals
             check_alike("a layer", x, y)
         return y, (cache, aux)
 
-    x, (caches, aux) = jax.lax.scan(step, x, inputs)
+    unroll = layer.unroll if isinstance(layer, UnrolledLayer) else 1
+    x, (caches, aux) = jax.lax.scan(step, x, inputs, unroll=unroll)
     out = (x, caches) if with_caches else x
     return out if aux is None else (out, Aux(aux.loss.sum(0), aux.metrics))
 

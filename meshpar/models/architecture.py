@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
+from meshpar.layers.scan import check_unroll
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.errors import check_bool, check_choice, check_int, check_number, check_positive_int, problem
 
@@ -281,6 +282,9 @@ class Architecture:
     and a reduce-scatter after them. With "overlapped", communication overlaps with the matmul of other blocks
     (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`); without sequence parallelism this is an error.
     If the axis has a single device, or with a cache, ordinary matmuls are used."""
+    unroll: int | bool = 1
+    """Number of layers in an iteration of the compiled loop. True runs all layers without a loop, which needs fewer copies
+    and more time to compile. Not with `mp.fsdp(prefetch=1)`."""
     vocab_chunk: int | None = None
     """Number of vocabulary tokens in a chunk of logits for the loss, on each device. The logits are computed in chunks
     and recomputed in the backward pass, so that the full logits are never stored
@@ -325,6 +329,7 @@ class Architecture:
         check_bool(where, "queries and keys have equal norms", qk_l2_norm=self.qk_l2_norm)
         check_choice(where, "the dtype of the initial parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
         check_choice(where, "the implementation of attention", get_args(Attention), attention=self.attention)
+        check_unroll(where, self.unroll)
         check_choice(where, "the kind of matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
         for field, kind in (
             ("rope_scaling", RopeScaling), ("rope_yarn", YarnScaling), ("rope_long", LongRope),

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from meshpar.collectives.attention import capped
 from meshpar.layers.auxiliary import is_listening
-from meshpar.layers.scan import Aux, scan_layers, step_selects_residuals, with_aux
+from meshpar.layers.scan import Aux, is_outside_loop, scan_layers, step_selects_residuals, with_aux
 from meshpar.layers.token_mask import current_mask
 from meshpar.models import attention, layers
 from meshpar.models import context_attention as context
@@ -110,7 +110,9 @@ class MLP(nnx.Module):
         else:
             h_BTE = layers.block_input(h_BTE)
             both = [self.gate(h_BTE), self.up(h_BTE)]
-        run = down if step_selects_residuals() else jax.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
+        run = down
+        if not step_selects_residuals():
+            run = jax.checkpoint(down, prevent_cse=is_outside_loop(), policy=layers.MATMULS)
         return run(*(checkpoint_name(x_BTM, name) for x_BTM, name in zip(both, ("gate", "up"), strict=True)))
 
 
@@ -280,7 +282,10 @@ def _run(
         return out if aux is None else (out, aux)
 
     extra, staged = (variables, kinds), part.stop is None
-    out = scan_layers(layer, x_BTE, params, extra=extra, caches=caches, per_example=angles, path=path, staged=staged)
+    out = scan_layers(
+        layer, x_BTE, params,
+        extra=extra, caches=caches, per_example=angles, path=path, staged=staged, unroll=cfg.unroll,
+    )  # fmt: skip
     out, aux = with_aux(out)
     return (out, None, aux) if caches is None else (*out, aux)
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float
 from meshpar.collectives.wire import varying_alike
 from meshpar.layers.auxiliary import report
 from meshpar.layers.batch_slices import is_sliced, note_statistics
-from meshpar.layers.scan import Aux, LoraWeight, PrefetchedWeight, is_staged
+from meshpar.layers.scan import Aux, LoraWeight, PrefetchedWeight, is_outside_loop, is_staged
 from meshpar.moe import expert_reduction as reduction
 from meshpar.moe.argument_checks import check_array, check_mask
 from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
@@ -187,7 +187,7 @@ def moe_layer(
         weight_specs = Weights(replicated, *expert_specs)._replace(router_bias=replicated)  # type: ignore[arg-type]
         in_specs = (axes.token_spec, weight_specs, replicated, axes.token_spec)
         out_specs = (axes.output_spec, replicated)
-        saving = jax.checkpoint(kernel, policy=_is_saved, prevent_cse=False)
+        saving = jax.checkpoint(kernel, policy=_is_saved, prevent_cse=is_outside_loop())
         run = _nested if outer_axes() else per_device
         return _with_stats(config, *run(saving, in_specs, out_specs)(x, weights, bias, mask))
 

@@ -214,7 +214,8 @@ def _run_loops(loops: Sequence[PendingLoop]) -> list[list[Value]]:
             out.append((carry, ys))
         return out, None
 
-    state, _ = lax.scan(body, [(p.carry, zeros(p)) for p in loops], jnp.arange(length, dtype=jnp.int32))
+    unroll = max(p.loop.eqn.params["unroll"] for p in loops)
+    state, _ = lax.scan(body, [(p.carry, zeros(p)) for p in loops], jnp.arange(length, dtype=jnp.int32), unroll=unroll)
     return [[*carry, *ys] for carry, ys in state]
 
 

@@ -23,6 +23,12 @@ LATENT = LatentAttention(q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, v_dim=14)
 MOE = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=8)
 
 
+def test_unroll_is_checked():
+    assert TransformerConfig(**SIZES, unroll=True).unroll is True
+    with raises("not-an-int", "TransformerConfig"):
+        TransformerConfig(**SIZES, unroll=0)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_num_params_counts_all_parameters(tied):
     cfg = TransformerConfig(**SIZES, tied_embeddings=tied)

@@ -60,6 +60,21 @@ GRID = {
     "stages, save": (
         "stage=2,fsdp=2,tensor=2", staged(2, 4, FSDP_TENSOR), {"remat": "save:attention,mlp_out"},
     ),
+    # Several layers in an iteration: with a remainder, with slices, quantized gathers, experts and stages
+    "unroll": ("fsdp=4,tensor=2", FSDP_TENSOR, {"remat": "dots", "fields": {"num_layers": 5, "unroll": 2}}),
+    "unroll, all": ("fsdp=4,tensor=2", FSDP_TENSOR, {"remat": "full", "fields": {"num_layers": 3, "unroll": True}}),
+    "unroll, slices": ("fsdp=4,tensor=2", FSDP_TENSOR, {"batch_slices": 2, "fields": {"num_layers": 3, "unroll": 2}}),
+    "unroll, not rounded": ("data=2,fsdp=4", TWO_LEVELS, {"remat": "dots", "fields": {"num_layers": 3, "unroll": 2}}),
+    "unroll, experts": (
+        "fsdp=2,expert=4", "fsdp() | expert_parallel()",
+        {"remat": "full", "fields": {"moe": EXPERTS, "num_layers": 3, "unroll": True}},
+    ),
+    "unroll, stages": (
+        "stage=2,fsdp=2", staged(2, 4, "fsdp()"), {"remat": "full", "fields": {"num_layers": 6, "unroll": 2}},
+    ),
+    "unroll, zb-h1": (
+        "stage=2,fsdp=2", staged(2, 4, "fsdp()", schedule="zb-h1"), {"fields": {"num_layers": 6, "unroll": True}},
+    ),
     # Slices of the batch
     "slices": ("fsdp=8", "fsdp()", {"batch_slices": 2}),
     "slices, ddp": ("data=8", "ddp()", {"batch_slices": 2}),

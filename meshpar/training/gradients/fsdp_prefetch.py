@@ -29,6 +29,7 @@ from meshpar.layers.scan import (
     LayerRunner,
     PrefetchedWeight,
     check_alike,
+    is_unrolled,
     leaf_at,
     on_slices,
     running,
@@ -37,7 +38,7 @@ from meshpar.layers.scan import (
 )
 from meshpar.parallel.execution import Execution
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import check_cases, problem
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, num_shards, path_str, without_axes
 from meshpar.training.execution import described
 from meshpar.training.gradients import xla
@@ -131,6 +132,9 @@ class PrefetchRunner(LayerRunner):
         params, extra, caches = inputs
         if caches is not None:  # decoding has no backward pass
             return super().run(stack_path, layer, x, inputs)
+        reason = "each iteration gathers the weights of the next layer, which unrolled iterations would keep"
+        case = is_unrolled(layer), reason, "use unroll=1, or remove prefetch from the strategy"
+        check_cases("scan_layers(unroll=...)", "unroll layers with prefetched weights", "unsupported-feature", case)
         with jax.named_scope(stack_path):
             return on_slices(layer, x, lambda layer, x: self._run(stack_path, layer, x, (params, extra)))
 

@@ -251,6 +251,13 @@ def test_step_refuses_prefetch_with_other_engines():
         traced(CONFIG.build(), staged, mp.MeshSpec(fsdp=4, stage=2))
 
 
+def test_step_refuses_prefetch_with_unrolled_layers():
+    spec, _, strategy = strategies("fsdp")
+    for options in ({}, {"batch_slices": 2}):
+        with raises("unsupported-feature", "scan_layers(unroll=...)"):
+            traced(dataclasses.replace(CONFIG, unroll=2).build(), strategy, spec, **options)
+
+
 def test_step_refuses_prefetch_without_scan_layers():
     model = mp.from_functions(
         lambda key: {"w": jnp.zeros((8, 8))}, lambda params, x: x @ params["w"], names={"w": ("embed", "mlp")}
