@@ -283,7 +283,7 @@ class Architecture:
     (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`); without sequence parallelism this is an error.
     If the axis has a single device, or with a cache, ordinary matmuls are used."""
     unroll: int | bool = 1
-    """Number of layers in an iteration of the compiled loop. True runs all layers without a loop, which needs fewer copies
+    """Layers in an iteration of the compiled loop. True runs all layers without a loop, which needs fewer copies
     and more time to compile. Not with `mp.fsdp(prefetch=1)`."""
     vocab_chunk: int | None = None
     """Number of vocabulary tokens in a chunk of logits for the loss, on each device. The logits are computed in chunks
