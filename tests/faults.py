@@ -35,6 +35,10 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    Fault("an effect within the noise is chosen", "bench/tuning.py",
+        "return enough and ratio.is_significant and", "return enough and", "bench/test_tuning.py"),
+    Fault("tuned options are used for another program", "runs/tuned.py",
+        "if not reasons and measured.program != current.program", "if False", "runs/test_tuned.py"),
     Fault("ranks of several axes in the mesh's order", "collectives/wire.py",
         "transpose([ordered.index(name) for name in names])", "transpose(range(len(names)))",
         "collectives/test_kernels.py -k order"),

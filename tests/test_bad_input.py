@@ -276,6 +276,8 @@ MORE = [
     ["schedule", "gpipe", "--microbatches", HUGE],
     ["cost", "ring", "--ranks", LONG],
     ["bench", "step", "--devices", "9" * 23],
+    ["tune", "recipe.py", "--save", "gs://bucket/tuned.json"],
+    [*TRAIN, "--tuned", "pipe.json"],
     ["train", "recipe.py", "--devices", "9" * 23],
     [*TRAIN, "--plan", "pipe.json"],
     [*TRAIN, "--from-hf", "pipes"],

@@ -258,6 +258,8 @@ def within_budget(words: list[str]) -> list[str]:
     _, command, *rest = words
     if command == "bench":
         return [command, *rest, *FEWER[rest[0]]]
+    if command == "tune":
+        return [command, *rest, "--seconds", "20", "--set", "data.seq_len=32"]
     if command == "verify":
         return [command, *rest, "--cases", "1"]
     if command == "train":

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from meshpar.bench.collective_timing import collectives
     from meshpar.bench.gpu import products
     from meshpar.bench.step_timing import steps
+    from meshpar.bench.tuning import tune
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["collectives", "products", "steps"]
+__all__ = ["collectives", "products", "steps", "tune"]

@@ -129,6 +129,7 @@ COMMANDS = {
     "convert": "Convert Hugging Face folders to runs, and runs to such folders.",
     "generate": "Continue prompts with the model of a run or of a Hugging Face folder.",
     "bench": "Measure collectives, a GPU and training steps, and save profiles for plan and explain.",
+    "tune": "Search for faster options of a recipe by measurement.",
     "checkpoint": "List, inspect, verify and export checkpoints of a run, without its recipe.",
     "trace": "Read a profile of training steps and compare it with the prediction of explain.",
     "verify": "Compare random layouts and restarts of a recipe's model with one device.",

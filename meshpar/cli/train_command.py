@@ -54,6 +54,10 @@ All except `as_json` set fields of the recipe, which is compared later. `as_json
     help="Use the mesh, strategy and step options of the first layout that `meshpar plan --save` wrote.",
 )  # fmt: skip
 @click.option(
+    "--tuned", metavar="FILE",
+    help="Use the options that `meshpar tune --save` found for the same program, devices and versions.",
+)  # fmt: skip
+@click.option(
     "--stall-limit", metavar="SECONDS", type=click.IntRange(5, 86_400), default=40, show_default=True,
     help="With several processes: seconds without progress before a process counts as lost.",
 )  # fmt: skip
@@ -115,7 +119,7 @@ def train(
 def _train(
     *, recipe: str, assignments: tuple[str, ...], as_json: bool, plan: str | None, device_count: int | None,
     steps: int | None, name: str | None, out: str, fresh: bool, accept_changes: bool,
-    compile_cache: str | None, text: tuple[str, ...],
+    compile_cache: str | None, tuned: str | None, text: tuple[str, ...],
     tokenizer: str | None, from_hf: str | None, writers: tuple[str, ...], profile: str | None,
 ) -> None:  # fmt: skip
     prepare_devices(device_count)
@@ -157,6 +161,7 @@ def _train(
         profile=profiled_steps,
         accept_changes=accept_changes,
         compile_cache=compile_cache,
+        tuned=tuned,
     )
     if as_json and jax.process_index() == 0:
         print_json({"folder": str(outcome.folder), **outcome.summary})

@@ -61,6 +61,7 @@ from meshpar.runs.report import data_line, report
 from meshpar.runs.resuming import StepProgram, check_same_run, with_schedule
 from meshpar.runs.saved_run import RUN_MODE, SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.runs.screen import Screen
+from meshpar.runs.tuned import Tuned
 from meshpar.sharding import remote
 from meshpar.sharding.host_resources import is_url, replace_file
 from meshpar.sharding.printing import human_mesh
@@ -100,6 +101,7 @@ def run(
     profile: tuple[int, int] | None = None,
     accept_changes: bool = False,
     compile_cache: str | Path | None = None,
+    tuned: str | Path | None = None,
     stream: IO[str] | None = None,
 ) -> RunOutcome:
     """Train a recipe, or resume its run, as `meshpar train` does, and report the result.
@@ -120,6 +122,8 @@ def run(
       compile_cache: folder or URL for compiled programs, which later starts load, or "none". By default programs for
         CPUs are not kept, and others are kept in `~/.cache/meshpar/programs`, with several processes in `out/jax_cache`;
         the folder in `jax_compilation_cache_dir` has precedence.
+      tuned: file of `meshpar tune --save`, whose options the run uses. It is refused for a different program, for
+        different devices, and for different versions of jax and meshpar.
       stream: receives progress and report; by default standard output.
 
     Raises:
@@ -140,7 +144,7 @@ def run(
     with run_folder(path, write=True, warn=screen.print) as folder:
         course = TrainingRun(
             recipe, folder, screen,
-            fresh=fresh, from_hf=from_hf, accept_changes=accept_changes, compile_cache=compile_cache,
+            fresh=fresh, from_hf=from_hf, accept_changes=accept_changes, compile_cache=compile_cache, tuned=tuned,
         )  # fmt: skip
         with course.prepare(devices, fit_vocab=fit_vocab, profile=profile):
             result = course.fit(course.resume(), hooks)
@@ -198,12 +202,14 @@ class TrainingRun:
         from_hf: str | Path | None = None,
         accept_changes: bool = False,
         compile_cache: str | Path | None = None,
+        tuned: str | Path | None = None,
     ) -> None:
         """Check the initial weights, before anything is written: a run that has started must have started from them."""
         self.recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
         self.folder, self.screen = folder, screen
         self._fresh, self._from_hf, self._accept_changes = fresh, from_hf, accept_changes
         self._compile_cache = compile_cache
+        self._tuned = None if tuned is None else Tuned.load(tuned)
         self._start_time_s = time.time()
         if from_hf is not None:
             if fresh or not Checkpoints(folder.checkpoints).steps():
@@ -233,6 +239,7 @@ class TrainingRun:
         recipe = with_vocab(self.recipe, self.source, fit_vocab, self._from_hf)
         check_ids(recipe, self.source)
         _check_sample(recipe, self.source)
+        recipe = recipe if self._tuned is None else self._tuned.apply(recipe, mesh)
         self.recipe = recipe = recipe if self._fresh else with_schedule(recipe, self.folder, self.screen)
         self.setup = setup = build_setup(recipe, mesh)
         with contextlib.ExitStack() as stack:
@@ -250,7 +257,8 @@ class TrainingRun:
                     pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on all hosts")
             stack.enter_context(self._locked_folder())
             kept = {} if programs is None else {"compiled programs": programs}
-            self.screen.fields("meshpar train", self._description() | kept)
+            tuned = {} if self._tuned is None else {"tuned": str(self._tuned)}
+            self.screen.fields("meshpar train", self._description() | kept | tuned)
             checkpoints = Checkpoints(self.folder.checkpoints, keep=recipe.keep_checkpoints)
             self.checkpoints = stack.enter_context(checkpoints)
             yield
