@@ -1,55 +1,47 @@
-"""Command `meshpar trace`: summarize a profile of training steps and compare it with `explain`."""
+"""Command `meshpar trace`: compare a profile of training steps with the predictions for its program."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import math
 from typing import Any
 
 import click
 
-from meshpar.cli.main import field_options, layout_fields, layout_options, prepare_devices, print_report
+from meshpar.cli.main import output_options, prepare_devices, print_report
 
 
 @click.command()
 @click.argument("file", metavar="TRACE", type=click.Path())
-@click.argument("recipe", type=click.Path(), required=False)
-@field_options
 @click.option(
     "--cluster", metavar="GPUS",
-    help="Cluster of the trace: h100:1x8, or a saved profile: my.json.  [default: local devices]",
+    help="GPUs of the trace: h100:1x8, or a saved profile: my.json.  [default: from the run folder]",
 )  # fmt: skip
-@layout_options
+@click.option(
+    "--mesh", metavar="SIZES", help="Mesh of the trace, such as fsdp=4,tensor=2.  [default: from the run folder]"
+)
 @click.option(
     "--top", metavar="N", default=3, show_default=True, type=click.IntRange(min=1), help="Number of largest costs."
 )
-def trace(
-    file: str, recipe: str | None, assignments: tuple[str, ...], as_json: bool, cluster: str | None, mesh: str | None,
-    strategy: str | None, top: int,
-) -> None:  # fmt: skip
-    """Compare a profile with its prediction: `meshpar trace runs/gpt_stdlib recipes/gpt_stdlib.py`.
+@output_options
+def trace(file: str, cluster: str | None, mesh: str | None, top: int, as_json: bool) -> None:
+    """Compare a profile with its prediction: `meshpar trace runs/gpt_stdlib`.
 
-    TRACE is an .xplane.pb file, or the folder of a run that was trained with --profile 10:15. If RECIPE is set, its
-    step is compiled as in `explain`; use the same --set, --xla and --mesh as in the run. The report then shows the
-    axes, bytes and predicted time of collectives, and the device time of the forward pass, backward pass and optimizer.
+    TRACE is an .xplane.pb file, or the folder of a run that was trained with --profile 10:15. The trace contains the
+    compiled program, and the run folder the mesh and the devices, so no recipe is needed. The report has the measured
+    time of each kernel and collective next to its predicted time, and totals by phase and by cause.
     """
-    use_host = cluster is not None and not cluster.endswith(".json")
-    prepare_devices(None, start="jax" if recipe is None else "devices", use_host=use_host)
+    prepare_devices(None, start="jax", use_host=True)
+    from meshpar.hardware.clusters import Links, parse_profile
     from meshpar.inspect import trace as reader
+    from meshpar.inspect.trace_file import find
+    from meshpar.runs.traced_run import traced_run
+    from meshpar.sharding.mesh import MeshSpec
 
-    reader.find(file)  # raise errors before compiling
-    more: dict[str, Any] = {}
-    if recipe is not None:
-        from meshpar.cli.explain_command import Subject
-        from meshpar.hardware.clusters import Links, parse_profile
-        from meshpar.inspect.pod import PodProcess
-
-        profile = None if cluster is None else parse_profile(cluster)
-        links = profile if isinstance(profile, Links) else None
-        pod = None if isinstance(profile, Links) else profile
-        layout = layout_fields(mesh, strategy)
-        with contextlib.redirect_stdout(sys.stderr):
-            subject = Subject.of(recipe, pod, layout=layout, assignments=assignments, shapes=None)
-            with contextlib.nullcontext() if pod is None else PodProcess() as process:
-                more = {"report": subject.explained(process), "links": links}
-    print_report(reader.read(file, top=top, **more), as_json=as_json)
+    options: dict[str, Any] = traced_run(find(file))
+    if mesh is not None:
+        spec = MeshSpec.parse(mesh)
+        options["mesh"] = spec.resolve(math.prod(spec.values()))
+    if cluster is not None:
+        profile = parse_profile(cluster)
+        options["links" if isinstance(profile, Links) else "cluster"] = profile
+    print_report(reader.read(file, top=top, **options), as_json=as_json)

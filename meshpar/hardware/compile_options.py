@@ -38,6 +38,11 @@ APART: Options = MappingProxyType({OVERLAP_LIMIT: 4, "xla_disable_hlo_passes": "
 slices. A fused operation, such as the norms of two slices, would wait for the messages of both."""
 
 
+NO_GRAPHS: Options = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
+"""Options for profiled steps: launch each kernel separately instead of in CUDA graphs. The profiler reports all kernels
+of a graph with the name of its launch."""
+
+
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
 """Name of the option for a file with measured times of kernels and collectives, for XLA's scheduler. Without a file,
 the scheduler assumes the same latency for all collectives."""

@@ -1,58 +1,60 @@
-"""Profiles of training steps: measured times of each operation, next to the predictions of `explain`.
-
-`jax.profiler.ProfileData` reads XProf's files (`*.xplane.pb`) as planes of lines of events. Operations of a program
-are events with `hlo_op`. On GPUs they are in the plane of their device; for CPU host devices they are in a host thread
-and have a `device_ordinal`.
+"""Profiles of training steps: measured times of operations, next to the predictions.
 
     busy    an operation of the program runs on the device
-    idle    no operation runs
-    exposed a collective runs and nothing else
+    idle    the device runs no operation
+    exposed a collective runs without compute
 
 Times are per step, averaged over devices. The time of a collective includes waiting for the other participants.
+
+The trace contains the compiled program, so the predictions need neither the recipe nor a compilation. An operation is
+joined to an instruction of the program by its name. Kernels of CUDA graphs have no instruction: XLA's profiler reports
+the launch of the graph for all of them, and its option `gpu_enable_cupti_activity_graph_trace` merges them into an
+event. XLA ignores `gpu_dump_graph_node_mapping` (jaxlib 0.10 and 0.12). Therefore `meshpar train --profile` runs the
+profiled steps without CUDA graphs. In other traces, kernels of CUDA graphs are joined by the kernel's name, which XLA
+derives from the instruction for its own kernels, but not for kernels of libraries.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jax.profiler import ProfileData
 
-from meshpar.hardware.clusters import HOST_DEVICES, Links
+from meshpar.hardware.clusters import HOST_DEVICES, Cluster, Links, parse_cluster
 from meshpar.hardware.cost_model import KINDS, collective_time_s
 from meshpar.inspect import source_scopes as scopes
-from meshpar.inspect.census import Collective
-from meshpar.inspect.report import Report
-from meshpar.loop.profiler import ABOUT
-from meshpar.sharding.errors import problem
-from meshpar.sharding.host_resources import check_file, read_json
+from meshpar.inspect.census import Collective, census
+from meshpar.inspect.hlo.parser import Module
+from meshpar.inspect.kernels import ProgramKernel, dtype_text, program_kernels
+from meshpar.inspect.schedule_counts import ScheduleCounts
+from meshpar.inspect.timeline.simulator import Timed, Timeline, timeline
+from meshpar.inspect.trace_file import Event, TraceData, find, load
+from meshpar.schedules import Schedule
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.units import si
 
 STEP = "jit__step"
 """Name that jax gives to the compiled program of a `TrainStep`."""
-_DEVICE = re.compile(r"/device:(?!CUSTOM)[A-Za-z]+:([0-9]+)")
-_AROUND = re.compile(r"(while|conditional|call|async-start|async-done)(\.[0-9]+)?(\.clone.*)?\Z")
+CAUSES = ("matmul", "attention", "memory-bound", "communication", "idle")
+WITHOUT_GRAPHS = "kernels outside CUDA graphs, joined by instruction"
+IN_GRAPHS = "kernels of CUDA graphs, joined by the kernel's name"
+MOST_ROWS = 20
+"""Maximum number of rows in the table of kernels; the JSON data has all kernels."""
+_COLLECTIVES = ("collective", "axes", "bytes", "runs", "measured", "predicted", "÷", "exposed", "pred. exposed")
+_KERNELS = ("kind", "implementation", "dtypes", "where", "runs", "measured", "predicted", "÷")
 _KIND = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})(-start|-done)?(\.|\Z)")
-_DERIVED = ("XLA Ops", "XLA Modules", "Steps", "Framework Name Scope", "Framework Ops", "Source code", "XLA TraceMe")
-
-
-class Event(NamedTuple):
-    """An operation on a device. Times are in nanoseconds of the trace's clock."""
-
-    device: int
-    module: str
-    run: int | None
-    name: str
-    """Name of the instruction, or of the kernel if it has none."""
-    begin_ns: float
-    end_ns: float
+_LIBRARIES = (
+    ("attention", re.compile(r"fmha|flash|sdpa|attention")),
+    ("matmul", re.compile(r"gemm|nvjet|cutlass|xmma|cublas")),
+)
+"""Kinds of library kernels in CUDA graphs, by patterns of their names."""
+_REFERENCE = "h100:1x1"
+"""Cluster whose rates are used to list the kernels of other devices. Their kinds do not depend on the rates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Spent(Plain):
     share: float
     """Fraction of the step."""
     where: str = ""
-    """Path of the module in the model; empty without a report for the step."""
+    """Path of the module in the model; empty if the trace has no program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class MeasuredCollective(Plain):
     measured_s: float
     exposed_s: float
     axes: tuple[str, ...] | None = None
-    """Mesh axes; None without a report for the step."""
+    """Mesh axes; None if the program or the mesh is unknown."""
     payload_bytes: int | None = None
     predicted_s: float | None = None
     predicted_exposed_s: float | None = None
@@ -91,12 +93,47 @@ class MeasuredCollective(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredKernel(Plain):
+    """A measured kernel and its prediction, per step and device."""
+
+    name: str
+    """Name of the instruction; the name of the kernel if it was not joined to an instruction."""
+    kind: str
+    """Kind as in `meshpar.inspect.kernels`."""
+    implementation: str
+    """Empty if the kernel was not joined."""
+    dtypes: str
+    module: str
+    phase: str
+    count: float
+    measured_s: float
+    predicted_s: float | None
+    """None without a prediction for this GPU."""
+    flops: float = 0.0
+    """Matmul FLOPs."""
+    moved_bytes: float = 0.0
+    """Bytes that the kernel reads and writes, as in the prediction."""
+    is_backward_attention: bool = False
+    derived = ("ratio",)
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted time."""
+        return self.measured_s / self.predicted_s if self.predicted_s else None
+
+    @property
+    def cause(self) -> str:
+        """The entry of `CAUSES` for this kind of kernel."""
+        return {"grouped matmul": "matmul"}.get(self.kind, self.kind if self.kind in CAUSES else "memory-bound")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace(Printed, Plain):
     """A profile of training steps. Prints as tables; times in seconds."""
 
     source: str
     program: str
-    """Name of the profiled program: the training step, or without one, the program with the longest total time."""
+    """Name of the profiled program: the training step, or in its absence the program with the longest total time."""
     devices: int
     steps: int
     step_s: float
@@ -105,11 +142,17 @@ class Trace(Printed, Plain):
     idle_s: float
     predicted_step_s: float | None
     phases: Mapping[str, float]
-    """Device time of `forward`, `backward`, `optimizer` and `other`; empty without a report for the step."""
+    """Device time of `forward`, `backward`, `optimizer` and `other`; empty if the trace has no program."""
+    causes: Mapping[str, float]
+    """Time by cause (`CAUSES`): the time of kernels, and the exposed time of collectives."""
+    method: str
+    """How kernels of a GPU were joined to instructions: `WITHOUT_GRAPHS` or `IN_GRAPHS`; empty on other devices."""
     host: Mapping[str, float]
     """Host time per step of the training loop's phases outside the step, such as `data` and `save`."""
     collectives: tuple[MeasuredCollective, ...]
     """Longest first."""
+    kernels: tuple[MeasuredKernel, ...]
+    """Longest first; without collectives."""
     costs: tuple[Spent, ...]
     """Largest first: idle time, exposed collectives, operations."""
     notes: tuple[str, ...] = ()
@@ -120,133 +163,95 @@ class Trace(Printed, Plain):
         title = f"{self.source}: {self.steps} steps of {self.program} on {self.devices} devices"
         shown = [title, _facts(self)]
         if self.collectives:
-            columns = ("collective", "axes", "bytes", "runs", "measured", "predicted", "÷", "exposed", "pred. exposed")
-            by_column = zip(columns, *map(_cells, self.collectives), strict=True)
-            heads, *rows = zip(*(cells for cells in by_column if any(cells[1:])), strict=True)
-            shown.append(table("collectives, per step and device", heads, rows, left=("collective", "axes")))
+            shown.append(_table("collectives", _COLLECTIVES, list(map(_cells, self.collectives))))
+        if self.kernels:
+            shown.append(_table("kernels", _KERNELS, list(_kernel_rows(self.kernels))[:MOST_ROWS]))
         costs = [(cost.name, si(cost.time_s, "s"), f"{cost.share:.0%}", cost.where) for cost in self.costs]
         shown.append(table("the largest costs", ("", "time", "of the step", "where"), costs, left=("", "where")))
         return Group(*shown, *(f"· {note}" for note in self.notes))
 
 
-def find(path: str | Path) -> Path:
-    """Return the path of the newest trace in a run folder, or the path of a file unchanged."""
-    file, fix = Path(path), "pass a .xplane.pb, or the folder of a run trained with --profile 10:15"
-    if file.is_dir():
-        files = sorted(file.glob("**/*.xplane.pb"), key=lambda file: (file.parent.name, file.name))
-        if not files:
-            raise problem(f"trace `{path}`", "read it", "the folder contains no .xplane.pb", fix, code="missing-file")
-        file = next(f for f in files if f.parent == files[-1].parent)  # the first of several hosts
-    return check_file(file, f"trace `{path}`", fix)
-
-
-def read(path: str | Path, *, report: Report | None = None, links: Links | None = None, top: int = 3) -> Trace:
-    """Read a profile.
+def read(
+    path: str | Path,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    cluster: Cluster | None = None,
+    links: Links | None = None,
+    schedule: Schedule | None = None,
+    top: int = 3,
+) -> Trace:
+    """Read a profile and compare it with the predictions for the traced program.
 
     Args:
       path: a trace file, or the folder of a run, of which the newest trace is read.
-      report: report for the same step, with predictions, phases and module names.
-      links: measured links between these devices, for collectives without a time in the report. The default
-        for a report on CPU host devices is `hardware.clusters.HOST_DEVICES`.
+      mesh: sizes of the mesh axes, for the axes of collectives.
+      cluster: the GPUs of the trace, for predictions.
+      links: measured links between other devices. The default for CPU host devices is
+        `hardware.clusters.HOST_DEVICES`.
+      schedule: the schedule of a pipelined step, for the number of executions of its branches.
       top: number of largest costs to return.
     """
     file = find(path)
-    try:  # keep the data while its planes are in use, because they are views of its memory
-        data = ProfileData.from_file(str(file))
-    except Exception as error:  # the reader does not document its exceptions
-        reason, fix = f"the reader failed ({str(error)[:200]})", "pass a complete .xplane.pb; trace the steps again"
-        raise problem(f"trace `{file}`", "read it", reason, fix, code="damaged-file") from None
-    with warnings.catch_warnings():  # the reader's types warn on Python 3.12, which aborts if warnings are errors
-        warnings.simplefilter("ignore", DeprecationWarning)
-        operations = (event for plane in data.planes for event in _of_plane(plane))
-        events = [event for event in operations if not _AROUND.match(event.name) and event.end_ns >= event.begin_ns]
-        host, steps = _host(data.planes)
-    if not events:
-        reason, fix = "it contains no operation of a program", "trace steps: meshpar train RECIPE --profile 10:15"
-        raise problem(f"trace `{file}`", "read it", reason, fix, code="not-found")
-    taken: dict[str, float] = defaultdict(float)
-    for event in events:
-        taken[event.module] += event.end_ns - event.begin_ns
-    program = STEP if STEP in taken else max(taken, key=lambda module: taken[module])  # validation may take longer
+    data = load(file)
+    taken: dict[tuple[str, int | None], float] = defaultdict(float)
+    for event in data.events:
+        taken[event.module, event.program_id] += event.end_ns - event.begin_ns
+    # The programs of validation may take longer.
+    name, program_id = max(taken, key=lambda key: (key[0] == STEP, taken[key]))
     by_device: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.module == program:
+    for event in data.events:
+        if (event.module, event.program_id) == (name, program_id):
             by_device[event.device].append(event)
-    runs = {event.run for device_events in by_device.values() for event in device_events} - {None}
-    num_steps = len(steps) or len(runs) or 1
+    links = HOST_DEVICES if links is None and not data.is_gpu else links
+    module, cluster = data.program(name, program_id), cluster if data.is_gpu else None
+    program = _Program.of(module, mesh, cluster, links, schedule, data.is_gpu)
+    return _summary(file, data, name, by_device, program, top)
+
+
+def _summary(
+    file: Path, data: TraceData, name: str, by_device: Mapping[int, list[Event]], program: _Program, top: int
+) -> Trace:
+    runs = {event.run for events in by_device.values() for event in events} - {None}
+    num_steps = len(data.steps) or len(runs) or 1
     span_ns = np.mean([max(e.end_ns for e in es) - min(e.begin_ns for e in es) for es in by_device.values()])
     step_s = float(span_ns) / 1e9 / num_steps
     scale = 1e9 * num_steps * len(by_device)
     busy = [_union((e.begin_ns, e.end_ns) for e in es) for es in by_device.values()]
     busy_s = sum(end - begin for intervals in busy for begin, end in intervals) / scale
-    times = _times(by_device.values(), scale)
-    predicted = {} if report is None else {sent.collective.name: sent for sent in report.collectives}
-    links = HOST_DEVICES if links is None and report is not None and report.target == "cpu" else links
-    runs_on_all = num_steps * len(by_device)
-    collectives = (
-        _timed(name, time.kind, time, predicted.get(name), links, runs_on_all)
-        for name, time in times.items()
-        if time.kind is not None
-    )
-    timed = tuple(sorted(collectives, key=lambda collective: -collective.measured_s))
-    module = None if report is None or report.program is None else report.program.module
-    computations = () if module is None else module.computations.values()
-    op_names = {ins.name: ins.metadata.op_name for computation in computations for ins in computation}
     idle_s = max(step_s - busy_s, 0.0)
+    in_graphs = any(event.in_graph for events in by_device.values() for event in events)
+    times = _times([[program.joined(event) for event in events] for events in by_device.values()], scale)
+    runs_on_all = num_steps * len(by_device)
+    collectives = [program.collective(op, time, runs_on_all) for op, time in times.items() if time.kind is not None]
+    kernels = [program.kernel(op, time, runs_on_all) for op, time in times.items() if time.kind is None]
+    causes = dict.fromkeys(CAUSES, 0.0)
+    for kernel in kernels:
+        causes[kernel.cause] += kernel.measured_s
+    causes |= {"communication": sum(collective.exposed_s for collective in collectives), "idle": idle_s}
     phases: dict[str, float] = {}
-    if op_names:
+    if program.op_names:
         phases = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
-        for name, time in times.items():
-            phases[scopes.phase(op_names.get(name, ""))] += time.time_s
+        for op, time in times.items():
+            phases[scopes.phase(program.op_names.get(op, ""))] += time.time_s
+    timed = tuple(sorted(collectives, key=lambda collective: -collective.measured_s))
     return Trace(
         source=str(file),
-        program=program,
+        program=name,
         devices=len(by_device),
         steps=num_steps,
         step_s=step_s,
         busy_s=busy_s,
         idle_s=idle_s,
-        predicted_step_s=None if report is None else report.compute.predicted_step_s,
+        predicted_step_s=None if program.times is None else program.times.step_s,
         phases=phases,
-        host={name: seconds / num_steps for name, seconds in host.items()},
+        causes=causes,
+        method="" if not data.is_gpu else IN_GRAPHS if in_graphs else WITHOUT_GRAPHS,
+        host={phase: seconds / num_steps for phase, seconds in data.host_s.items()},
         collectives=timed,
-        costs=tuple(_costs(times, timed, idle_s, step_s, op_names)[:top]),
-        notes=tuple(_notes(file, timed, report, links)),
+        kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.measured_s)),
+        costs=tuple(_costs(times, timed, idle_s, step_s, program.op_names)[:top]),
+        notes=tuple(_notes(program, data.is_gpu, in_graphs)),
     )
-
-
-def _of_plane(plane: Any) -> Iterator[Event]:
-    device = _DEVICE.match(plane.name)
-    if device is None and not plane.name.startswith("/host:"):
-        return
-    lines = list(plane.lines)
-    streams = [line for line in lines if line.name not in _DERIVED] if device else lines
-    # A TPU has no streams: its operations are in the line of this name.
-    for line in streams or [line for line in lines if line.name == "XLA Ops"]:
-        for event in line.events:
-            if device is None and event.name.startswith("Threadpool"):  # most events of a host, all irrelevant
-                continue
-            stats = dict(event.stats)
-            op = stats.get("hlo_op")
-            if op is None and device is None:
-                continue
-            number = int(device.group(1)) if device else int(stats.get("device_ordinal", 0))
-            module, name = str(stats.get("hlo_module", "")), str(event.name if op is None else op)
-            yield Event(number, module, stats.get("run_id"), name, event.start_ns, event.start_ns + event.duration_ns)
-
-
-def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
-    """Return the total seconds of each phase of the training loop on the host, and the step numbers in the trace."""
-    phases: dict[str, float] = defaultdict(float)
-    steps: set[int] = set()
-    lines = (line for plane in planes if plane.name.startswith("/host:") for line in plane.lines)
-    for event in (event for line in lines for event in line.events if event.name.startswith("meshpar:")):
-        name = event.name.removeprefix("meshpar:")
-        if name == "step":
-            steps.add(int(dict(event.stats).get("step_num", len(steps))))
-        else:
-            phases[name] += event.duration_ns / 1e9
-    return dict(phases), steps
 
 
 @dataclasses.dataclass
@@ -255,6 +260,97 @@ class _Time:
     count: int = 0
     time_s: float = 0.0
     exposed_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """The traced program with its predictions, by the names of instructions."""
+
+    module: Module | None
+    op_names: Mapping[str, str]
+    sent: Mapping[str, Collective]
+    """Collectives of the program; empty if the mesh is unknown."""
+    kernels: Mapping[str, ProgramKernel]
+    is_gpu: bool
+    is_predicted: bool
+    """Whether the times of `kernels` are for the traced GPU."""
+    times: Timeline | None
+    links: Links | None
+    by_kernel_name: Mapping[str, str]
+    """Name of XLA's kernel of an instruction -> name of the instruction."""
+
+    @staticmethod
+    def of(
+        module: Module | None,
+        mesh: Mapping[str, int] | None,
+        cluster: Cluster | None,
+        links: Links | None,
+        schedule: Schedule | None,
+        is_gpu: bool,
+    ) -> _Program:
+        counts = None if schedule is None else ScheduleCounts(schedule)
+        instructions = [] if module is None else [ins for computation in module for ins in computation]
+        sent = () if module is None or mesh is None else census(module, mesh, counts)
+        times: Timeline | None = None
+        kernels: tuple[ProgramKernel, ...] = ()
+        if module is not None and cluster is not None and module.is_scheduled:
+            times = timeline(module, sent, cluster, counts)
+        if module is not None:
+            kernels = program_kernels(module, cluster or parse_cluster(_REFERENCE), counts)
+        return _Program(
+            module=module,
+            op_names={ins.name: ins.metadata.op_name for ins in instructions},
+            sent={collective.name: collective for collective in sent},
+            kernels={kernel.name: kernel for kernel in kernels},
+            is_gpu=is_gpu,
+            is_predicted=cluster is not None,
+            times=times,
+            links=links,
+            by_kernel_name={re.sub(r"\W", "_", kernel.name): kernel.name for kernel in kernels},
+        )
+
+    def joined(self, event: Event) -> Event:
+        """Return the event with the name of its instruction, if it is a kernel of a CUDA graph."""
+        name = self.by_kernel_name.get(event.name) if event.in_graph else None
+        return event if name is None else event._replace(name=name)
+
+    def kernel(self, name: str, time: _Time, runs: int) -> MeasuredKernel:
+        kernel = self.kernels.get(name)
+        measured: dict[str, Any] = {"name": name, "count": time.count / runs, "measured_s": time.time_s}
+        if kernel is None:
+            op_name = self.op_names.get(name, "")
+            kind = next((kind for kind, pattern in _LIBRARIES if pattern.search(name)), "other")
+            return MeasuredKernel(
+                kind=kind, implementation="", dtypes="", module=scopes.module_path(op_name), predicted_s=None,
+                phase=scopes.phase(op_name), **measured,
+            )  # fmt: skip
+        return MeasuredKernel(
+            kind=kernel.kind, implementation=kernel.implementation if self.is_gpu else "",
+            dtypes=dtype_text(kernel.dtypes), module=kernel.module, phase=kernel.phase,
+            predicted_s=kernel.time_s if self.is_predicted else None, flops=kernel.flops,
+            moved_bytes=kernel.moved_bytes, is_backward_attention=kernel.is_backward_attention, **measured,
+        )  # fmt: skip
+
+    def collective(self, name: str, time: _Time, runs: int) -> MeasuredCollective:
+        assert time.kind is not None
+        sent, timed = self.sent.get(name), self._timed(name)
+        predicted_s = None if timed is None else timed.time_s
+        if sent is not None and predicted_s is None and self.links is not None:
+            link = self.links.measured(sent.axes, permute=sent.kind == "collective-permute")
+            if link is not None:
+                run_s = collective_time_s(sent.kind, sent.payload_bytes, sent.group_size, link)
+                predicted_s = sent.count_per_step * run_s
+        return MeasuredCollective(
+            name=name, kind=time.kind, count=time.count / runs, measured_s=time.time_s, exposed_s=time.exposed_s,
+            axes=None if sent is None else sent.axes,
+            payload_bytes=None if sent is None else sent.payload_bytes,
+            predicted_s=predicted_s,
+            predicted_exposed_s=None if timed is None else timed.exposed_s,
+        )  # fmt: skip
+
+    def _timed(self, name: str) -> Timed | None:
+        collectives = () if self.times is None else self.times.collectives
+        return next((timed for timed in collectives if timed.collective.name == name), None)
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -286,28 +382,6 @@ def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]
     return times
 
 
-def _timed(name: str, kind: str, time: _Time, sent: Any, links: Links | None, runs: int) -> MeasuredCollective:
-    collective: Collective | None = None if sent is None else sent.collective
-    predicted_s = None if sent is None else sent.time_s
-    hidden = None if sent is None else sent.hidden_fraction
-    if collective is not None and predicted_s is None and links is not None:
-        link = links.measured(collective.axes, permute=collective.kind == "collective-permute")
-        if link is not None:
-            run_s = collective_time_s(collective.kind, collective.payload_bytes, collective.group_size, link)
-            predicted_s = collective.count_per_step * run_s
-    return MeasuredCollective(
-        name=name,
-        kind=kind,
-        count=time.count / runs,
-        measured_s=time.time_s,
-        exposed_s=time.exposed_s,
-        axes=None if collective is None else collective.axes,
-        payload_bytes=None if collective is None else collective.payload_bytes,
-        predicted_s=predicted_s,
-        predicted_exposed_s=None if predicted_s is None or hidden is None else predicted_s * (1 - hidden),
-    )
-
-
 def _costs(
     times: Mapping[str, _Time],
     timed: Sequence[MeasuredCollective],
@@ -329,22 +403,42 @@ def _place(name: str, op_names: Mapping[str, str]) -> str:
     return ", ".join(filter(None, (scopes.module_path(op_name), scopes.phase(op_name)))) if op_name else ""
 
 
-def _notes(
-    file: Path, timed: Sequence[MeasuredCollective], report: Report | None, links: Links | None
-) -> Iterator[str]:
-    if report is None:
-        yield "pass the recipe for axes, bytes, phases and predictions: meshpar trace FILE RECIPE"
-        return
-    about = next((folder / ABOUT for folder in file.parents if (folder / ABOUT).is_file()), None)
-    run_info = None if about is None else read_json(about, str(about), "remove it")
-    program = str(run_info.get("program", "")) if isinstance(run_info, dict) else ""
-    unknown = any(collective.axes is None for collective in timed)
-    if (program and report.fingerprint not in program) or unknown:
-        yield "the recipe does not compile to the traced program: use the --set, --mesh and jax version of the run"
-    if report.timeline is None and links is not None:
-        yield f"predicted from links only, without overlap: {links.source or links.name}"
-    elif report.timeline is None:
-        yield f"compiled for `{report.target}`, whose links are unknown: pass a profile with --cluster my.json"
+def _notes(program: _Program, is_gpu: bool, in_graphs: bool) -> Iterator[str]:
+    if program.module is None:
+        yield "the trace does not contain the program, so it has no modules, phases and predictions"
+    elif not program.sent and any(ins.opcode.removesuffix("-start") in KINDS for c in program.module for ins in c):
+        yield "the mesh is unknown: for axes and bytes of collectives, pass --mesh fsdp=4,tensor=2"
+    if is_gpu and not program.is_predicted:
+        yield "the GPU is unknown: for predictions, pass --cluster h100:1x8 or a profile, my.json"
+    elif not is_gpu and program.links is not None and program.sent:
+        yield f"predicted from links only, without overlap: {program.links.source or program.links.name}"
+    if in_graphs:
+        yield f"{IN_GRAPHS}: equal kernels of different modules are merged; meshpar train --profile avoids CUDA graphs"
+
+
+def _kernel_rows(kernels: Iterable[MeasuredKernel]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each group of kernels with equal kind, implementation, dtypes and place, longest first."""
+    groups: dict[tuple[str, str, str, str], list[MeasuredKernel]] = {}
+    for kernel in kernels:
+        where = ", ".join(filter(None, (scopes.layerless(kernel.module), kernel.phase)))
+        key = (kernel.kind, kernel.implementation, kernel.dtypes, where or kernel.name)
+        groups.setdefault(key, []).append(kernel)
+    longest_first = sorted(groups.items(), key=lambda item: -sum(kernel.measured_s for kernel in item[1]))
+    for key, members in longest_first:
+        measured_s = sum(kernel.measured_s for kernel in members)
+        predictions = [kernel.predicted_s for kernel in members if kernel.predicted_s is not None]
+        predicted_s = sum(predictions) if len(predictions) == len(members) else None
+        ratio = f"{measured_s / predicted_s:.2g}" if predicted_s else ""
+        count = f"{sum(kernel.count for kernel in members):,.4g}"
+        yield (*key, count, si(measured_s, "s"), _time(predicted_s), ratio)
+
+
+def _table(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """Return a table of measurements, without empty columns."""
+    by_column = zip(columns, *rows, strict=True)
+    heads, *shown = zip(*(cells for cells in by_column if any(cells[1:])), strict=True)
+    texts = ("collective", "axes", "kind", "implementation", "dtypes", "where")
+    return table(f"{name}, per step and device", heads, shown, left=texts)
 
 
 def _facts(trace: Trace) -> Any:
@@ -352,7 +446,8 @@ def _facts(trace: Trace) -> Any:
     for name, seconds in (("busy", trace.busy_s), ("idle", trace.idle_s)):
         share = f"  {seconds / trace.step_s:.0%}" if trace.step_s else ""  # 0 if the clock is too coarse
         rows.append((name, si(seconds, "s") + share))
-    rows += [(name, si(seconds, "s")) for name, seconds in trace.phases.items() if seconds]
+    rows += [(f"  {name}", si(seconds, "s")) for name, seconds in trace.causes.items() if seconds and name != "idle"]
+    rows += [(f"phase: {name}", si(seconds, "s")) for name, seconds in trace.phases.items() if seconds]
     rows += [(f"loop: {name}", si(seconds, "s")) for name, seconds in trace.host.items()]
     return table("a step", ("", "mean"), [row for row in rows if row[1]], left=("",))
 

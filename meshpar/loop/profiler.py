@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.loop.fit import Hook, Run
+from meshpar.loop.fit import Hook, Run, Step
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import replace_file
+from meshpar.sharding.types import PyTree
+from meshpar.training.state import TrainState
 
 ABOUT = "about.json"
 """File next to the trace, with the profiled steps and the program's fingerprint."""
@@ -59,15 +61,29 @@ class Profile(Hook):
     def __init__(self, folder: str | Path, *, first: int, last: int, about: Mapping[str, Any] | None = None) -> None:
         self._folder, self._first, self._last, self._about = Path(folder), first, last, dict(about or {})
         self._is_tracing = False
+        self._next_step = 0
+
+    def step(self, step: Step, profiled: Step) -> Step:
+        """Return a step that runs `profiled` for the traced steps, and otherwise `step`.
+
+        The step before the first traced step also runs `profiled`, so that its compilation is not traced.
+        """
+
+        def run(state: TrainState, batch: PyTree) -> tuple[TrainState, Mapping[str, Any]]:
+            return (profiled if self._first - 1 <= self._next_step <= self._last else step)(state, batch)
+
+        return run
 
     def on_start(self, run: Run) -> None:
         check_steps(self._first, self._last, done=run.first_step, steps=run.steps)
+        self._next_step = run.first_step + 1
         # jax names a trace after the host, so processes on the same host need separate folders.
         several = jax.process_count() > 1
         self._process_folder = self._folder / f"process_{jax.process_index()}" if several else self._folder
         self._begin(run)
 
     def on_dispatched(self, run: Run) -> None:
+        self._next_step = run.step + 1
         if self._is_tracing and run.step >= self._last:
             self._end(run)
         self._begin(run)

@@ -26,6 +26,8 @@ import numpy as np
 from meshpar.data.batches import Batches
 from meshpar.data.mixture import MixedSource
 from meshpar.hardware.clusters import peak_flops_per_s
+from meshpar.hardware.compile_options import NO_GRAPHS
+from meshpar.hardware.compile_target import GPUS
 from meshpar.interop.hf import check_weights, load_hf
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.checkpoint_index import barrier
@@ -36,6 +38,7 @@ from meshpar.loop.fit import (
     Hook,
     Preemption,
     Record,
+    Step,
     Validator,
     fit,
     restore_or_init,
@@ -69,7 +72,7 @@ from meshpar.sharding.errors import check_bool, check_cases, problem
 from meshpar.sharding.units import human_bytes
 from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.state import Setup, TrainState
-from meshpar.training.step import eval_step
+from meshpar.training.step import TrainStep, eval_step
 
 _RUN_FILES = ("recipe.json", "sharding.json", "sharding.txt")
 """Files that describe a run, written before its first step."""
@@ -285,12 +288,17 @@ class TrainingRun:
             self.folder / "goodput.json", metrics=self.folder / "metrics.jsonl", began_s=self._start_time_s
         )
         hooks = [*self._hooks(), *hooks]
+        step: Step = self.program.step
         if self._profile is not None:
             first, last = self._profile
             about = {"program": str(self.program)}
-            hooks.append(Profile(self.folder / "profile", first=first, last=last, about=about))
+            profile = Profile(self.folder / "profile", first=first, last=last, about=about)
+            mesh = self.setup.mesh
+            assert isinstance(mesh, jax.sharding.Mesh)
+            step = profile.step(step, profiled_step(self.program.step, mesh.devices.flat[0].platform))
+            hooks.append(profile)
         options = _fit_options(self.recipe, self.batches, self.setup)
-        return fit(self.program.step, state, self.batches, hooks=hooks, **options)
+        return fit(step, state, self.batches, hooks=hooks, **options)
 
     def report(self, result: FitResult) -> dict[str, Any]:
         """Write summary.json and the plots, print the result, and return the summary."""
@@ -419,6 +427,11 @@ class TrainingRun:
             **({"copies of files": str(remote.cache_folder())} if has_urls else {}),
             "batch": f"{recipe.batch_size} examples{accumulation}",
         }
+
+
+def profiled_step(step: TrainStep, platform: str) -> TrainStep:
+    """Return the step to run while it is profiled: on GPUs without CUDA graphs, see `meshpar.inspect.trace`."""
+    return step.with_xla(NO_GRAPHS) if platform in GPUS else step
 
 
 def _check_sample(recipe: Recipe, source: Any) -> None:

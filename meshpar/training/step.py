@@ -139,6 +139,10 @@ class TrainStep(_Program):
         self._kernels: weakref.WeakKeyDictionary[Setup, dict[str, Kernels]] = weakref.WeakKeyDictionary()
         self._stage_uses: weakref.WeakKeyDictionary[Setup, dict[str, StageUses | None]] = weakref.WeakKeyDictionary()
 
+    def with_xla(self, xla: Options) -> TrainStep:
+        """Return the same step with additional XLA compile options."""
+        return TrainStep(self.loss_fn, dataclasses.replace(self.options, xla={**self.options.xla, **xla}))
+
     def _engine(self, setup: Setup) -> GradientEngine:
         return engine_of_setup(setup, self.options)
 

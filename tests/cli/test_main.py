@@ -300,7 +300,7 @@ def test_repeated_failures_of_saves_stop_the_run(child_env, tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.call_stacks
-def test_trace_with_a_recipe_has_axes_bytes_and_phases(meshpar, tmp_path):
+def test_trace_of_a_run_has_axes_bytes_phases_and_kernels(meshpar, tmp_path):
     recipe, out = write_recipe(tmp_path), tmp_path / "runs"
     assert meshpar("train", recipe, "--out", out, "--profile", "2:3", "--set", "sample=none")[0] == 0
     code, text, _ = meshpar("trace", out / "tiny", "--json")
@@ -310,15 +310,18 @@ def test_trace_with_a_recipe_has_axes_bytes_and_phases(meshpar, tmp_path):
     assert 0 < found["busy_s"] <= found["step_s"]
     assert {one["kind"] for one in found["collectives"]} >= {"all-gather", "all-reduce"}
     assert len(found["costs"]) == 3
-    code, text, _ = meshpar("trace", out / "tiny", recipe, "--json")
-    assert code == 0
-    found = json.loads(text)
     assert all(one["axes"] and one["payload_bytes"] and one["predicted_s"] for one in found["collectives"])
     assert min(found["phases"][phase] for phase in ("forward", "backward", "optimizer")) > 0
-    assert not any("another program" in note for note in found["notes"])
-    code, text, _ = meshpar("trace", out / "tiny", recipe, "--mesh", "fsdp=8", "--json")
-    assert any("another program" in note for note in json.loads(text)["notes"])
-    for given, said in (("3:2", "write --profile 10:15"), ("9:12", "steps 1 to 6"), ("1:2", "steps 4 to 6")):
+    matmuls = [kernel for kernel in found["kernels"] if kernel["kind"] == "matmul"]
+    assert any("mlp" in kernel["module"] and kernel["measured_s"] > 0 for kernel in matmuls)
+    assert sum(found["causes"].values()) > 0
+    (file,) = (out / "tiny").glob("**/*.xplane.pb")
+    copied = shutil.copy(file, tmp_path / "copy.xplane.pb")
+    code, text, _ = meshpar("trace", copied, "--json")
+    assert any("--mesh" in note for note in json.loads(text)["notes"])
+    code, text, _ = meshpar("trace", copied, "--mesh", "fsdp=4,tensor=2", "--json")
+    assert json.loads(text)["collectives"] == found["collectives"]
+    for given, said in (("3:2", "Write --profile 10:15"), ("9:12", "steps 1 to 6"), ("1:2", "steps 4 to 6")):
         code, _, error = meshpar("train", recipe, "--out", out, "--steps", 6, "--profile", given)
         assert code == 2
         assert said in error

@@ -304,6 +304,26 @@ def test_profile_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
         assert run(5, hooks=[Profile(tmp_path / "none", first=2, last=3)]).reason == "done"
 
 
+@pytest.mark.parametrize(("first", "last", "profiled"), [(3, 4, [2, 3, 4]), (1, 2, [1, 2]), (5, 5, [4, 5])])
+def test_profiled_steps_run_their_own_program(tmp_path, monkeypatch, first, last, profiled):
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *_, **__: None)
+    (tmp_path / "profile").mkdir()
+    profile, ran = Profile(tmp_path / "profile", first=first, last=last), []
+
+    def variant(name):
+        step = FakeStep()
+
+        def call(state, batch):
+            ran.append(name)
+            return step(state, batch)
+
+        return call
+
+    run(5, step=profile.step(variant("usual"), variant("profiled")), hooks=[profile])
+    assert [number for number, name in enumerate(ran, 1) if name == "profiled"] == profiled
+
+
 # ---- Validator -------------------------------------------------------------------------------------------------------
 
 

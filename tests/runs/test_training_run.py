@@ -13,7 +13,9 @@ import pytest
 
 import meshpar as mp
 from meshpar.data import ArrayData
+from meshpar.hardware.compile_options import check_options
 from meshpar.runs.recipe_file import load_recipe
+from meshpar.runs.training_run import profiled_step
 from tests.cli.test_main import BODIES
 from tests.errors import raises
 
@@ -122,3 +124,12 @@ def test_run_takes_the_name_of_an_installed_recipe(tmp_path) -> None:
     with raises("missing-file", "recipe `gpt_stdlip`"):
         mp.run("gpt_stdlip", out=tmp_path)
     assert load_recipe("gpt_stdlib").name == "gpt_stdlib"
+
+
+def test_profiled_steps_on_gpus_use_no_cuda_graphs():
+    step = mp.train_step(loss, xla={"xla_gpu_enable_triton_gemm": False})
+    assert profiled_step(step, "cpu") is step
+    graphless = profiled_step(step, "gpu")
+    assert graphless.options.xla == {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_command_buffer": ""}
+    assert graphless.loss_fn is step.loss_fn
+    check_options({"xla_gpu_enable_command_buffer": ""})
