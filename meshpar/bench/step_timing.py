@@ -39,7 +39,8 @@ class Ratio(Plain):
     ratio: float
     """Median over rounds of the ratio of two consecutive blocks."""
     noise: float
-    """Interquartile range of these ratios."""
+    """Half of the 95 % interval of the median, `1.57 IQR / √rounds` with the interquartile range IQR of these ratios
+    (McGill et al. 1978, "Variations of Box Plots")."""
     rounds: int
     derived = ("is_significant",)
 
@@ -47,7 +48,7 @@ class Ratio(Plain):
     def of(blocks_s: Sequence[float], other_s: Sequence[float]) -> Ratio:
         """Return the ratio of the times `other_s` to the times `blocks_s` of the same rounds."""
         low, middle, high = quartiles([other / time_s for time_s, other in zip(blocks_s, other_s, strict=True)])
-        return Ratio(ratio=middle, noise=high - low, rounds=len(blocks_s))
+        return Ratio(ratio=middle, noise=1.57 * (high - low) / len(blocks_s) ** 0.5, rounds=len(blocks_s))
 
     @property
     def is_significant(self) -> bool:

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -43,8 +44,9 @@ COMPILE_SHARE = 0.5
 SLOWER = 1.3
 """Alternatives with a prediction of more than this multiple of the recipe's are not measured. Predictions of steps on
 an H100 have errors of up to 8 % (docs/performance.md)."""
-ROUNDS, MIN_ROUNDS = 5, 3
-"""Largest number of rounds of alternate blocks, and the smallest number for a decision."""
+MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
+"""Numbers of rounds of alternate blocks: the smallest for a decision, the usual, and the largest, for alternatives that
+are faster by less than the noise."""
 MIN_BLOCK_S, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 0.3, 2, 100
 """Size of a block: the steps of this time, within these limits."""
 CLEARLY_SLOWER = 1.1
@@ -182,8 +184,8 @@ def tune(
 
     Each alternative changes a single option of the recipe. Alternatives are compiled in threads. Programs that do not
     fit in memory, that equal the recipe's, or that `explain` predicts to be much slower are left out. All remaining
-    programs run in alternate blocks with the recipe. The fastest alternatives of all options are then combined and measured again. A
-    change is chosen only if its effect exceeds the noise. An alternative that fails is reported.
+    programs run in alternate blocks with the recipe. The fastest alternatives of all options are then combined and
+    measured again. A change is chosen only if its effect exceeds the noise. An alternative that fails is reported.
 
     Args:
       recipe: a recipe, a recipe file, or the name of an installed recipe.
@@ -269,7 +271,7 @@ class _Trial:
     peak_bytes: int | None = None
     compile_s: float | None = None
     blocks_s: list[float] = dataclasses.field(default_factory=list)
-    """Mean step of each block of the current measurement."""
+    """Median step of each block of the current measurement."""
     ratio: Ratio | None = None
 
     @contextlib.contextmanager
@@ -426,13 +428,13 @@ class _Search:
                 trial.outcome = trial.outcome or "not measured: no time"
             elif self._block(trial, MIN_BLOCK_STEPS):
                 running.append(trial)
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ROUNDS):
             if not running or not self.fits((len(running) + 1) * self.block_s + reserve_s):
                 break
             for trial in [base, *running]:
                 steps_s = self._block(trial, self.block_steps)
                 if steps_s:
-                    trial.blocks_s.append(sum(steps_s) / len(steps_s))
+                    trial.blocks_s.append(statistics.median(steps_s))
             running = [trial for trial in running if self._continues(trial)]
         for trial in trials:
             rounds = len(trial.blocks_s)
@@ -441,11 +443,14 @@ class _Search:
                 trial.outcome = trial.outcome or "measured"
 
     def _continues(self, trial: _Trial) -> bool:
-        """Return whether a trial has run in the last round, and is not clearly slower than the recipe."""
-        if len(trial.blocks_s) < len(self.base.blocks_s):
+        """Return whether another round of a trial may change the decision."""
+        if len(trial.blocks_s) < len(self.base.blocks_s):  # the last block has failed
             return False
         ratios = [time_s / base_s for time_s, base_s in zip(trial.blocks_s, self.base.blocks_s, strict=True)]
-        return len(ratios) < 2 or min(ratios) < CLEARLY_SLOWER
+        if len(ratios) < ROUNDS:
+            return len(ratios) < 2 or min(ratios) < CLEARLY_SLOWER
+        ratio = Ratio.of(self.base.blocks_s, trial.blocks_s)
+        return ratio.ratio <= 1 - MIN_GAIN and not ratio.is_significant
 
     # ---- Decision ----------------------------------------------------------------------------------------------------
 

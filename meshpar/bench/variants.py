@@ -13,7 +13,6 @@ import numpy as np
 
 from meshpar.hardware.compile_options import fingerprint
 from meshpar.loop.fit import Hook, Record, Run, fit
-from meshpar.parallel.batch import shard_batch
 from meshpar.runs.recipe import Recipe, batch_shapes, build_setup, build_step, open_data
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.step import TrainStep
@@ -38,7 +37,7 @@ class Variant:
     setup: Setup
     step: TrainStep
     batch: Mapping[str, jax.ShapeDtypeStruct]
-    """Shape and dtype of each array of the global batch."""
+    """Shape, dtype and sharding of each array of the global batch."""
 
     @staticmethod
     def of(recipe: Recipe, changes: Sequence[str] = (), devices: Sequence[jax.Device] | None = None) -> Variant:
@@ -54,7 +53,10 @@ class Variant:
             recipe=changed,
             setup=setup,
             step=build_step(changed),
-            batch=batch_shapes(changed),
+            batch={
+                name: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=setup.batch_sharding)
+                for name, like in batch_shapes(changed).items()
+            },
         )
 
     @property
@@ -100,8 +102,9 @@ class Variant:
             with open_data(recipe).train(setup.batch_sharding) as batches:
                 return list(itertools.islice(batches, NUM_BATCHES))
         numbers = np.random.default_rng(0)
-        mesh: Any = setup.given_mesh
-        return [shard_batch(_tokens(self.batch, vocab_size, numbers), mesh, setup.strategy) for _ in range(NUM_BATCHES)]
+        return [
+            jax.device_put(_tokens(self.batch, vocab_size, numbers), setup.batch_sharding) for _ in range(NUM_BATCHES)
+        ]
 
     def run(self, state: TrainState, batches: Batches, count: int) -> tuple[TrainState, list[float]]:
         """Run steps as `train` does, which reads the loss of a step while later steps run.

@@ -13,11 +13,13 @@ from meshpar.cli.main import (
     PLOT_SUFFIXES,
     check_output_file,
     devices_option,
+    hf_option,
     output_options,
     prepare_devices,
     print_report,
     recipe_options,
     select_devices,
+    with_model,
 )
 from meshpar.sharding.errors import problem
 
@@ -158,10 +160,12 @@ def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
     help="Measure a second configuration alternately: the recipe with this field changed. Repeatable, for several "
     "fields of the second configuration.",
 )  # fmt: skip
+@hf_option
 @devices_option
 def step(
-    recipe: str, assignments: tuple[str, ...], as_json: bool, count: int, against: tuple[str, ...], devices: int | None
-) -> None:
+    recipe: str, assignments: tuple[str, ...], as_json: bool, count: int, against: tuple[str, ...], from_hf: str | None,
+    devices: int | None,
+) -> None:  # fmt: skip
     """Measure training steps on synthetic tokens, without checkpoints, next to the prediction of `explain`.
 
     \b
@@ -174,14 +178,14 @@ def step(
     without the input embedding.
 
     With --against, blocks of both configurations alternate. The ratio of the times is the median over the rounds, and
-    its noise is the interquartile range.
+    its noise is half of the 95 % interval of this median.
     """  # noqa: D301 (click does not wrap paragraphs that start with \b)
     prepare_devices(devices)
     from meshpar.bench.step_timing import steps
     from meshpar.runs.recipe_file import load_recipe
 
     selected = select_devices(devices)
-    config = load_recipe(recipe, devices=len(selected)).override(*assignments)
+    config = with_model(load_recipe(recipe, devices=len(selected)).override(*assignments), from_hf, assignments)
     print_report(steps(config, steps=count, against=against, devices=selected), as_json=as_json)
 
 

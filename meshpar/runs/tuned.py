@@ -60,7 +60,7 @@ class Tuned(Plain):
     ratio: float | None
     """Measured time of a step with the settings, relative to the recipe."""
     noise: float | None
-    """Interquartile range of the ratio."""
+    """Half of the 95 % interval of the ratio."""
     date: str
     subject: MeasuredProgram
 

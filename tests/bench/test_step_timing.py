@@ -126,6 +126,30 @@ def test_ratio_is_compared_with_its_noise(other_s, is_significant) -> None:
     assert ("no difference" in str(ratio)) != is_significant
 
 
+def test_executable_that_was_compiled_before_is_the_one_that_runs() -> None:
+    """`tune` compiles in threads, so a step must not be compiled again when it is called."""
+    compilations = []
+
+    def listen(event: str, duration_s: float, **_: object) -> None:
+        if "backend_compile" in event:
+            compilations.append(event)
+
+    first, second = (
+        Variant.of(linear_recipe(), changes, jax.devices()[:1]) for changes in ((), ("step.accumulate=2",))
+    )
+    state, batches = first.setup.init(0), first.batches()
+    state, _ = first.run(state, batches, 1)
+    second.lowered.compile()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        state, seconds = second.run(state, batches, 2)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(seconds) == 2
+    assert compilations == []
+    assert int(state.step) == 3
+
+
 def test_drift_of_both_configurations_cancels() -> None:
     base = (1.0, 1.5, 2.0, 2.5)
     ratio = Ratio.of(base, [0.8 * time_s for time_s in base])
