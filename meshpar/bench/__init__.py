@@ -3,6 +3,7 @@
     collective_timing.py   collectives: each algorithm against XLA's
     gpu.py                 matmuls by size, copies and kernel launches, and their profile
     step_timing.py         training steps of a recipe, next to the prediction of `explain`
+    trace_profile.py       profiles with the rates of a traced step
     tuning.py              search for faster options of a recipe
     variants.py            steps of a recipe with changed fields, on synthetic batches
     timing.py              wall times and quartiles

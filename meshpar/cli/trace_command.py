@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from meshpar.cli.main import output_options, prepare_devices, print_report
+from meshpar.cli.main import check_output_file, output_options, prepare_devices, print_report
 
 
 @click.command()
@@ -22,14 +22,21 @@ from meshpar.cli.main import output_options, prepare_devices, print_report
 @click.option(
     "--top", metavar="N", default=3, show_default=True, type=click.IntRange(min=1), help="Number of largest costs."
 )
+@click.option(
+    "--save", metavar="FILE", type=click.Path(dir_okay=False),
+    help="Add the measured rates of matmuls, attention and links to a cluster profile.",
+)  # fmt: skip
 @output_options
-def trace(file: str, cluster: str | None, mesh: str | None, top: int, as_json: bool) -> None:
+def trace(file: str, cluster: str | None, mesh: str | None, top: int, save: str | None, as_json: bool) -> None:
     """Compare a profile with its prediction: `meshpar trace runs/gpt_stdlib`.
 
     TRACE is an .xplane.pb file, or the folder of a run that was trained with --profile 10:15. The trace contains the
     compiled program, and the run folder the mesh and the devices, so no recipe is needed. The report has the measured
-    time of each kernel and collective next to its predicted time, and totals by phase and by cause.
+    time of each kernel and collective next to its predicted time, and totals by phase and by cause. A profile written
+    by --save is a value of --cluster for `explain`, `plan` and `trace`.
     """
+    if save:
+        check_output_file(save, (".json",))
     prepare_devices(None, start="jax", use_host=True)
     from meshpar.hardware.clusters import Links, parse_profile
     from meshpar.inspect import trace as reader
@@ -44,4 +51,9 @@ def trace(file: str, cluster: str | None, mesh: str | None, top: int, as_json: b
     if cluster is not None:
         profile = parse_profile(cluster)
         options["links" if isinstance(profile, Links) else "cluster"] = profile
-    print_report(reader.read(file, top=top, **options), as_json=as_json)
+    report = reader.read(file, top=top, **options)
+    if save:
+        from meshpar.bench.trace_profile import profile_of_trace
+
+        profile_of_trace(report, save, options.get("cluster")).save(save)
+    print_report(report, as_json=as_json)

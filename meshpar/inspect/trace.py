@@ -82,6 +82,8 @@ class MeasuredCollective(Plain):
     axes: tuple[str, ...] | None = None
     """Mesh axes; None if the program or the mesh is unknown."""
     payload_bytes: int | None = None
+    group_size: int | None = None
+    """Number of devices of a group."""
     predicted_s: float | None = None
     predicted_exposed_s: float | None = None
     derived = ("ratio",)
@@ -109,6 +111,8 @@ class MeasuredKernel(Plain):
     measured_s: float
     predicted_s: float | None
     """None without a prediction for this GPU."""
+    program_count: float = 0.0
+    """Executions of the instruction in the program. Libraries may run several kernels for an instruction."""
     flops: float = 0.0
     """Matmul FLOPs."""
     moved_bytes: float = 0.0
@@ -327,7 +331,7 @@ class _Program:
         return MeasuredKernel(
             kind=kernel.kind, implementation=kernel.implementation if self.is_gpu else "",
             dtypes=dtype_text(kernel.dtypes), module=kernel.module, phase=kernel.phase,
-            predicted_s=kernel.time_s if self.is_predicted else None, flops=kernel.flops,
+            predicted_s=kernel.time_s if self.is_predicted else None, program_count=kernel.count, flops=kernel.flops,
             moved_bytes=kernel.moved_bytes, is_backward_attention=kernel.is_backward_attention, **measured,
         )  # fmt: skip
 
@@ -344,6 +348,7 @@ class _Program:
             name=name, kind=time.kind, count=time.count / runs, measured_s=time.time_s, exposed_s=time.exposed_s,
             axes=None if sent is None else sent.axes,
             payload_bytes=None if sent is None else sent.payload_bytes,
+            group_size=None if sent is None else sent.group_size,
             predicted_s=predicted_s,
             predicted_exposed_s=None if timed is None else timed.exposed_s,
         )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Rates of a trace in a profile: a prediction with the profile equals the measured times."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshpar.bench.trace_profile import profile_of_trace
+from meshpar.hardware.clusters import Link, Links, parse_cluster, parse_profile
+from meshpar.inspect import trace
+from tests.errors import raises
+from tests.inspect.test_trace import CLUSTER, HOST, KERNELS, PROGRAM, gpus, programs, written
+
+# A second all-reduce of the quarter of the bytes, and the backward pass of attention.
+ALL_REDUCE = next(line for line in PROGRAM.splitlines() if "all-reduce.4 =" in line)
+SMALL = (
+    ALL_REDUCE.replace("all-reduce.4", "all-reduce.5").replace("bf16[512,512]", "bf16[256,256]").replace("%g)", "%h)")
+)
+ATTENTION = next(line for line in PROGRAM.splitlines() if "%fmha.2 =" in line)
+BACKWARD = ATTENTION.replace("%fmha.2", "%fmha.6").replace("fmhaSoftmax", "fmhaSoftmaxBackward")
+SLICE = "  %h = bf16[256,256] slice(%g), slice={[0:256], [0:256]}"
+LONGER = PROGRAM.replace(ALL_REDUCE, "\n".join((ALL_REDUCE, SLICE, SMALL, BACKWARD)))
+# Proportional to the bytes, so that ring and tree take the same time.
+ALL_REDUCES = [
+    ("ncclDevKernel_AllReduce", f"all-reduce.{at}", begin, length) for at, begin, length in ((4, 60, 24), (5, 95, 6))
+]
+OTHERS = [kernel for kernel in KERNELS if "all-reduce" not in kernel[1]]
+TIMES = [*OTHERS, *ALL_REDUCES, ("cudnn_fmha_bprop", "fmha.6", 105, 50)]
+
+
+@pytest.fixture
+def file(tmp_path):
+    return written(tmp_path, HOST, programs(LONGER), *gpus([*TIMES, *((n, op, b + 200, t) for n, op, b, t in TIMES)]))
+
+
+def test_saved_rates_predict_the_measured_times(file, tmp_path):
+    path = tmp_path / "my.json"
+    found = trace.read(file, mesh={"data": 2}, cluster=CLUSTER)
+    assert max(abs(kernel.ratio - 1) for kernel in found.kernels if kernel.flops) > 0.5
+    profile_of_trace(found, path, CLUSTER).save(path)
+    saved = parse_cluster(str(path))
+    assert saved.products == {512: pytest.approx(2 * 512**3 / 40e-6)}
+    forward = 2 * 2 * 8 * 512 * 512 * 64 / 2
+    assert saved.gpu.attention_rates == (pytest.approx(forward / 20e-6), pytest.approx(2.5 * forward / 50e-6))
+    assert saved.gpu.mosaic_rates == CLUSTER.gpu.mosaic_rates
+    assert saved.axes["data"].bytes_per_s == pytest.approx(2**19 / 24e-6)  # two devices send all bytes once
+    again = trace.read(file, mesh={"data": 2}, cluster=saved)
+    for measured in (*(kernel for kernel in again.kernels if kernel.flops), *again.collectives):
+        assert measured.ratio == pytest.approx(1, rel=1e-3)
+
+
+def test_other_values_of_the_profile_are_kept(file, tmp_path):
+    path = tmp_path / "my.json"
+    axes = {"tensor": Link(alpha_s=1e-6, bytes_per_s=1e11)}
+    dataclasses.replace(CLUSTER, products={64: 1e12}, launch_s=2e-6, axes=axes, source="bench").save(path)
+    found = trace.read(file, mesh={"data": 2}, cluster=CLUSTER)
+    saved = profile_of_trace(found, path, CLUSTER)
+    assert ({*saved.products}, {*saved.axes}, saved.launch_s) == ({64, 512}, {"tensor", "data"}, 2e-6)
+    assert saved.source.startswith("bench; meshpar trace, 2 steps on 2 devices")
+    with raises("conflict", "profile"):
+        profile_of_trace(found, path, parse_cluster("a100-80:1x2"))
+
+
+def test_traces_of_other_devices_give_links(file, tmp_path):
+    found = trace.read(file, mesh={"data": 2}, cluster=CLUSTER)
+    path = tmp_path / "cpu.json"
+    profile_of_trace(found, path).save(path)
+    assert isinstance(saved := parse_profile(str(path)), Links)
+    assert {*saved.axes} == {"data"}
+    unknown = trace.read(file)
+    with raises("not-found", "trace"):
+        profile_of_trace(unknown, tmp_path / "none.json")
