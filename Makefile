@@ -3,6 +3,10 @@
 
 RECIPE = recipes/gpt_stdlib.py
 WORKERS = 2
+# Processes of `make test-gpu`. Each uses a tenth of the GPU's memory.
+GPU_WORKERS = 8
+# The extra of the CUDA version of the driver: cuda12 or cuda13.
+GPU_EXTRA = cuda13
 ARGS =
 
 # Only a PYTHON that is passed to make is used, because shells may set this variable for other purposes.
@@ -29,7 +33,7 @@ SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/pa
     tests/training/test_state.py tests/training/test_step.py tests/layers/test_precision.py \
     tests/loop/test_checkpoint.py tests/loop/test_fit.py
 
-.PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types docs notebooks programs constraints clean
+.PHONY: help train test test-gpu test-foreign test-gate test-rest test-all test-subset durations lint format types docs notebooks programs constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
@@ -47,6 +51,10 @@ test-gate: $(VENV)/.pods ## of what is left out, what a change must pass: recipe
 	$(PYTEST) -m "matrix and not pod" tests/test_notebooks.py tests/test_recipes.py tests/test_docs.py $(ARGS)
 
 test-all: test test-rest ## everything
+
+test-gpu: $(VENV)-gpu/.gpu ## tests on a GPU: values, gradients, kernels, and a step next to its prediction
+	XLA_PYTHON_CLIENT_MEM_FRACTION=.1 $(VENV)-gpu/bin/python -m pytest -n $(GPU_WORKERS) --durations=15 -m "not alone" tests/gpu $(ARGS)
+	$(VENV)-gpu/bin/python -m pytest -m alone tests/gpu $(ARGS)
 
 test-foreign: $(VENV)-foreign/.foreign ## models that nobody here wrote, in an environment of its own
 	$(VENV)-foreign/bin/python -m pytest -n $(WORKERS) --durations=5 -m foreign tests/foreign $(ARGS)
@@ -95,6 +103,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 # Older versions of what other packages ask for.
 $(VENV)-foreign/.foreign: pyproject.toml tests/foreign/constraints.txt
 	PINS=tests/foreign/constraints.txt .ci/venv $(VENV)-foreign foreign $(INTERPRETER)
+	@touch $@
+
+$(VENV)-gpu/.gpu: pyproject.toml constraints.txt
+	.ci/venv $(VENV)-gpu dev,$(GPU_EXTRA) $(INTERPRETER)
 	@touch $@
 
 # cuDNN, 2 GB, for what the quick tests leave out: the programs of recipes on GPUs.

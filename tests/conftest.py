@@ -1,4 +1,8 @@
-"""Eight XLA host devices, which are configured before jax is imported, shared fixtures, and costs of tests."""
+"""Eight XLA host devices, which are configured before jax is imported, shared fixtures, and costs of tests.
+
+The tests in `tests/gpu` run in separate processes: `python -m pytest tests/gpu`. These use the default device of JAX
+and need no packages for development.
+"""
 
 from __future__ import annotations
 
@@ -39,29 +43,41 @@ def _with_defaults(flags: str) -> str:
 
 
 ROOT = Path(__file__).parents[1]
+GPU_SUITE = "MESHPAR_TEST_GPU"
+"""Environment variable that is set if only `tests/gpu` runs: "gpu", or "cpu" for small sizes on CPU devices."""
+_PATHS = [Path(arg.partition("::")[0]).resolve() for arg in sys.argv[1:] if not arg.startswith("-")]
+if any(path.is_relative_to(ROOT / "tests" / "gpu") for path in _PATHS):
+    os.environ.setdefault(GPU_SUITE, "gpu")  # also for workers of pytest-xdist
+USES_GPU = os.environ.get(GPU_SUITE) == "gpu"
+collect_ignore = [] if GPU_SUITE in os.environ else ["gpu"]
 LEFT = ROOT / ".pytest_cache"
 """Cache of bytecode and compiled programs for later runs."""
 if sys.dont_write_bytecode:  # bytecode reduces the import of jax and flax from 8 s to 3 s
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(LEFT / "bytecode")
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
-os.environ["XLA_FLAGS"] = _with_defaults(os.environ.get("XLA_FLAGS", ""))
-os.environ["JAX_PLATFORMS"] = "cpu"
+if not USES_GPU:
+    os.environ["XLA_FLAGS"] = _with_defaults(os.environ.get("XLA_FLAGS", ""))
+    os.environ["JAX_PLATFORMS"] = "cpu"
+elif os.environ.get("JAX_PLATFORMS"):
+    os.environ["JAX_PLATFORMS"] += ",cpu"  # for the references
 os.environ["MPLBACKEND"] = "agg"
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 GIVEN_ENV = dict(os.environ)
 """Environment of child processes. Commands with `--devices` change the environment of this process."""
 
-import hypothesis  # noqa: E402
 import jax  # noqa: E402  (the environment above must come first)
 import pytest  # noqa: E402
 
 from tests.buckets import bucket, gs_bucket, gs_server, s3_server  # noqa: E402, F401 - fixtures
 
-# Machines that run tests are busy, so no test depends on time.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("busy")
+if GPU_SUITE not in os.environ:
+    import hypothesis
+
+    # Machines that run tests are busy, so no test depends on time.
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("busy")
 # Tracing creates millions of small objects. Less frequent garbage collection saves 10% of the time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
@@ -214,7 +230,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config.getoption("--durations-file")))
-    _read_programs_back(config)
+    if not USES_GPU:
+        _read_programs_back(config)
 
 
 LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_docs.py", "test_commands.py")
