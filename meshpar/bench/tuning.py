@@ -86,6 +86,11 @@ OPTIONS = (
         alternatives=({"model.attention": "blockwise"}, {"model.attention": "xla"}),
         platforms=("cpu",),
     ),
+    Option(
+        name="matmuls of experts",
+        alternatives=({"model.moe.grouped_matmul": "tokamax"}, {"model.moe.grouped_matmul": "blocked"}),
+        platforms=("gpu",),
+    ),
     Option(name="rematerialization", alternatives=tuple({"step.remat": policy} for policy in _POLICIES)),
     # The global batch stays the same: more micro-steps have smaller batches, which need less rematerialization.
     Option(

@@ -36,9 +36,10 @@ def tune(
     """Search for faster options of a recipe: `meshpar tune recipes/gpt_stdlib.py --save tuned.json`.
 
     The options are the implementation of attention, rematerialization, micro-steps at the same global batch, layers per
-    loop iteration and, on GPUs, matmuls by Triton, CUDA graphs and autotuning. Alternatives are compiled in threads.
-    Programs that exceed the memory, or that `explain` predicts to be much slower, are not measured. All remaining
-    programs run in alternate blocks with the recipe. A change is chosen if it is faster by more than the noise.
+    loop iteration and, on GPUs, matmuls of experts, matmuls by Triton, CUDA graphs and autotuning. Alternatives are
+    compiled in threads. Programs that exceed the memory, or that `explain` predicts to be much slower, are left out.
+    All remaining programs run in alternate blocks with the recipe. A change is chosen if it is faster by more than the
+    noise.
 
     The file is valid for the same program, devices and versions: `meshpar train recipes/gpt_stdlib.py --tuned
     tuned.json`.

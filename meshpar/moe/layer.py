@@ -492,11 +492,11 @@ def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[j
     return x.astype(dtype), _map_weights(gathered, weights.experts, *([axes.weights] if axes.weights else []))
 
 
-def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, activation: str, typical_rows: int | None) -> jax.Array:
+def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, config: MoEConfig, typical_rows: int | None) -> jax.Array:
     (gate, up, down), biases = experts[:3], tuple(experts[3:]) or None
+    options: dict[str, Any] = {"activation": config.activation, "implementation": config.grouped_matmul}
     return grouped_swiglu(
-        _for_hidden_shards(rows, experts), gate, up, down, sizes, biases=biases, activation=activation,  # type: ignore[arg-type]
-        typical_rows=typical_rows,
+        _for_hidden_shards(rows, experts), gate, up, down, sizes, biases=biases, typical_rows=typical_rows, **options  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -526,7 +526,7 @@ def _dispatch(
             )
     elif implementation == NODE_FIRST:
         nodes_per_token = config.routing.nodes_visited(lax.axis_size(axes.experts[0]))
-    expert_fn = functools.partial(_swiglu, experts=experts, activation=config.activation, typical_rows=typical_rows)
+    expert_fn = functools.partial(_swiglu, experts=experts, config=config, typical_rows=typical_rows)
     return dispatch(
         tokens, routed.experts, routed.weights, expert_fn, axis=axes.experts, num_experts=config.routing.num_experts,
         capacity=slots, implementation=implementation, bound_factor=config.bound_factor, payload=config.payload,
@@ -555,5 +555,5 @@ def _compute_local(
         dropped = jnp.sum(jnp.maximum(counts - slots, 0), dtype=jnp.int32)
     with jax.named_scope("experts"):
         rows = expand(tokens, order)
-        outputs = _swiglu(rows, sizes, experts=experts, activation=config.activation, typical_rows=typical_rows)
+        outputs = _swiglu(rows, sizes, experts=experts, config=config, typical_rows=typical_rows)
     return weighted_sum(outputs, weights, order), Dispatched(counts, counts, dropped)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from meshpar.moe import grouped
 from meshpar.moe.argument_checks import check_bound
 from meshpar.moe.dispatch_paths import Payload, check_payload
 from meshpar.moe.grouped import ACTIVATIONS
@@ -60,6 +61,8 @@ class MoEConfig:
     implementation: str = "auto"
     """How tokens are sent to other ranks, as in `dispatch`. If experts are sharded over one axis, implementations with
     two levels cause a warning."""
+    grouped_matmul: Literal["auto", "blocked", "tokamax"] = "auto"
+    """Implementation of the matmuls of experts, as in `grouped_matmul`. A named implementation never falls back."""
     bound_factor: float | None = None
     """Limit of the rows from a rank to another, as in `dispatch`. None allows any routing. With `batch_slices`, each
     slice of the batch has its own limit, so results equal the full batch only if nothing is dropped."""
@@ -81,6 +84,7 @@ class MoEConfig:
         check_bool(where, "router and experts have biases", has_biases=self.has_biases)
         check_bool(where, "gate weights scale the inputs", gates_inputs=self.gates_inputs)
         check_choice(where, "the way in which tokens are sent", IMPLEMENTATIONS, implementation=self.implementation)
+        check_choice(where, "the matmuls of experts", grouped.IMPLEMENTATIONS, grouped_matmul=self.grouped_matmul)
         check_bound(where, self.bound_factor)
         check_payload(where, self.payload)
         by_experts, needs_dropless = routing.choice == "expert", self.implementation in ("ragged", NODE_FIRST)

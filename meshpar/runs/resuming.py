@@ -31,10 +31,14 @@ RESUMABLE = (
     "name", "steps", "optimizer.schedule_steps", "mesh", "strategy", "step.remat", "step.nonfinite", "step.xla",
     "max_skipped", "pgle", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
     "writers", "allow", "data.prefetch", "data.cache", "model.attention", "model.unroll",
+    "model.moe.grouped_matmul",
 )  # fmt: skip
 """Fields that may change when a run is resumed. Only `optimizer.schedule_steps` changes the model, the data or the
 updates; a resumed run keeps its value unless the user sets it."""
-REPLAYED = ("steps", "optimizer.schedule_steps", "step.remat", "step.nonfinite", "model.attention", "model.unroll")
+REPLAYED = (
+    "steps", "optimizer.schedule_steps", "step.remat", "step.nonfinite", "model.attention", "model.unroll",
+    "model.moe.grouped_matmul",
+)  # fmt: skip
 """Recipe fields that may change on resume although they change the program.
 
 To compare programs, the step is lowered again with the old values of these fields.

@@ -183,6 +183,11 @@ def test_alternatives_are_fields_of_the_recipe() -> None:
     assert ("model.attention=cudnn",) in on_gpu
     assert ("step.xla.xla_gpu_enable_command_buffer=",) in on_gpu
     assert ("model.attention=xla",) in on_cpu
+    moe = mp.moe.MoEConfig(routing=mp.moe.Routing(num_experts=4, top_k=2), mlp_dim=16)
+    with_experts = recipe.replace(model=dataclasses.replace(config, moe=moe))
+    of_experts = {changes for _, changes in alternatives(with_experts, "cuda")} - {*on_gpu}
+    assert of_experts == {("model.moe.grouped_matmul=tokamax",), ("model.moe.grouped_matmul=blocked",)}
+    assert all(override(with_experts, changes) != with_experts for changes in of_experts)
     assert not [changes for changes in on_cpu if "cudnn" in str(changes) or "xla_gpu" in str(changes)]
     assert ("step.remat=full",) not in on_cpu  # the recipe's value
     assert ("step.accumulate=1",) in on_cpu

@@ -54,6 +54,7 @@ CONFIGS = [
     ({"shared_experts": -1}, "not-an-int"),
     ({"bias_rate": -1.0}, "out-of-range"),
     ({"implementation": "rugged"}, "unknown-choice"),
+    ({"grouped_matmul": "cublas"}, "unknown-choice"),
     ({"bound_factor": -1.0}, "out-of-range"),
     ({"bound_factor": 1.5, "routing": WITH_CAPACITY}, "conflict"),
     ({"implementation": "ragged", "routing": WITH_CAPACITY}, "conflict"),
@@ -200,6 +201,23 @@ def test_errors_of_reports(options, where):
 def test_invalid_arguments_of_moe_layer(change, code):
     with raises(code, "moe_layer"):
         moe_layer(*change(*layer_arrays(), CONFIG))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "blocked", "tokamax"])
+@pytest.mark.parametrize("axes", [{"fsdp": 1}, {"expert": 2}], ids=str)
+def test_a_layer_uses_its_grouped_matmul(monkeypatch, implementation, axes):
+    """With experts on one device, and with dispatch."""
+    requested = []
+
+    def spy(rows, *args, implementation, **options):
+        requested.append(implementation)
+        return rows
+
+    monkeypatch.setattr("meshpar.moe.layer.grouped_swiglu", spy)
+    config = dataclasses.replace(CONFIG, grouped_matmul=implementation)
+    with mp.use_rules(mp.MeshSpec(**axes).build(jax.devices()[: math.prod(axes.values())]), mp.expert_parallel()):
+        jax.eval_shape(lambda x, weights: moe_layer(x, weights, config), *layer_arrays())
+    assert set(requested) == {implementation}
 
 
 def layer_arrays():
