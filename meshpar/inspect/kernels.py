@@ -3,7 +3,7 @@
     kind               recognized by
     attention          a library kernel; the scope of blockwise or ring attention; or batched matmuls and a softmax in a
                        module whose name contains `attention` or `attn`
-    grouped matmul     the scope of `meshpar.moe.grouped_matmul`
+    grouped matmul     the scope of `meshpar.moe.grouped_matmul` or `grouped_swiglu`
     matmul             any other matmul or convolution, also inside fusions
     optimizer update   kernels without a matmul in the scope `update`
     norm               kernels without a matmul that compute a reciprocal square root
@@ -55,6 +55,7 @@ The matmul of a router is below it."""
 
 _CALLS = frozenset({"while", "conditional", "call", "async-start"})
 _TILED = frozenset({"blockwise_attention", "ring_attention"})
+_GROUPED = frozenset({grouped.KERNEL, grouped.SWIGLU})
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _EINSUM = re.compile(r"([A-Za-z.]+),([A-Za-z.]+)->([A-Za-z.]+)\Z")
 _SOFTMAX = frozenset({"exp", "exp2", "div", "sub", "max", "reduce_max", "reduce_sum", "select_n", "where"})
@@ -182,12 +183,13 @@ def reasons(
             return ""
         if is_float32(kernel):
             return f"{dtype_text(kernel.dtypes)} operands: tensor cores need 16 or 8 bits"
-        if kernel.bits == 8 and kernel.implementation != "cuBLASLt fp8" and kernel.dtypes[0].startswith("f8"):
-            return "XLA found no pattern of cuBLASLt's fp8 matmul"
         if kernel.implementation == LOOP:
             is_vector = math.prod(kernel.sizes) == max(kernel.sizes, default=1)
             return "a matrix-vector product" if is_vector else "XLA fused it with element-wise operations"
-        return "" if is_autotuned or not kernel.implementation.startswith("Triton") else "not autotuned without a GPU"
+        if not is_autotuned and kernel.implementation == "Triton":
+            return "not autotuned without a GPU"
+        is_fp8 = all(dtype.startswith("f8") for dtype in kernel.dtypes)
+        return "XLA did not choose cuBLASLt's fp8 kernel" if is_fp8 and kernel.implementation != "cuBLASLt fp8" else ""
 
     return reason
 
@@ -318,16 +320,17 @@ class _Listing:
         product: work.Matmul | None,
         inside: Collection[tuple[Computation, Instruction]],
     ) -> tuple[Kind, str]:
-        parts, target = set(scopes.components(op_name)), _target(ins)
+        path = scopes.module_path(op_name)
+        parts, target = set(path.split("/")), _target(ins)
         if product is not None and product.attention is not None:
             return "attention", LIBRARIES[product.attention.kernel]
         if tokamax_kernels.SCOPE in op_name and ins.opcode == "custom-call":
             return "grouped matmul", LIBRARIES["triton" if "triton" in target else "mosaic"]
         if parts & _TILED:
             return "attention", LOOP if product is not None else SOFTMAX
-        if product is not None and grouped.KERNEL in parts:
+        if product is not None and parts & _GROUPED:
             return "grouped matmul", LOOP
-        if scopes.module_path(op_name) in self._plain_attention:
+        if path in self._plain_attention:
             if product is not None and self._is_batched(product):
                 return "attention", PLAIN
             if product is None and scopes.primitive(op_name) in _SOFTMAX and not _has(inside, "rsqrt"):

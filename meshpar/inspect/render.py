@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from meshpar.inspect.census import Collective
+from meshpar.inspect.kernels import KernelRow
 from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import MatchEntry, MatchResult, Unexpected
 from meshpar.inspect.memory import Contributor, Memory
@@ -32,6 +33,8 @@ AnyReport: TypeAlias = StepData | FunctionData
 
 MOST_ROWS = 20
 """Maximum number of rows of a table. Plain text counts the omitted rows in a line, HTML folds them."""
+MIN_SHARE = 0.001
+"""Fraction of the step below which kernels without matmuls are not shown."""
 TEXT_COLUMNS = 160
 """Width of a report as plain text."""
 ROOMY_COLUMNS = 130
@@ -536,6 +539,8 @@ def _compute(report: AnyReport) -> Section:
 def _kernels(report: StepData) -> Section | None:
     if not report.kernel_list:
         return None
+    # Rows without matmuls and with little time follow at the end, and are cut.
+    ordered = sorted(report.kernel_list, key=lambda row: not _is_main(row))
     rows = [
         (
             Cell(row.kind, "strong"),
@@ -547,10 +552,17 @@ def _kernels(report: StepData) -> Section | None:
             Cell(", ".join(row.modules[:2]) + f" and {len(row.modules) - 2} more" * (len(row.modules) > 2), "faint"),
             Cell(why, "faint"),
         )
-        for row, why in zip(report.kernel_list, _without_repeats(row.reason for row in report.kernel_list), strict=True)
+        for row, why in zip(ordered, _without_repeats(row.reason for row in ordered), strict=True)
     ]
     columns = ("kind", "implementation", "dtypes", "runs>", "time>", "of the step>", "modules?", "why not a faster one")
-    return Section(title="Kernels", parts=(Table(columns=columns, rows=rows),))
+    cut = Table(
+        columns=columns, rows=rows, most=min(sum(map(_is_main, ordered)), MOST_ROWS), rest="more, with less time"
+    )
+    return Section(title="Kernels", parts=(cut,))
+
+
+def _is_main(row: KernelRow) -> bool:
+    return bool(row.flops) or row.share >= MIN_SHARE
 
 
 def _lint(report: AnyReport) -> Section | None:

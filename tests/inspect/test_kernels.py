@@ -45,10 +45,10 @@ def gemm(target, dtype="bf16"):
     return call(target, config, dtype, "(bf16[512,512], s8[99])")
 
 
-def fusion(inside, kind="kLoop", fused="", op_name=f"{LAYER}/mlp/mul"):
+def fusion(inside, kind="kLoop", fused="", op_name=f"{LAYER}/mlp/mul", dtype="bf16"):
     """A fusion of a parameter [8, 512, 512]; `inside` reads `p` and has the root."""
     config = f'{{"fusion_backend_config":{{"kind":"{fused}"}}}}'
-    parameter = "bf16[8,512,512] parameter(0)"
+    parameter = f"{dtype}[8,512,512] parameter(0)"
     return f"""
       a = {parameter}
       ROOT k = bf16[8,512,512] fusion(a), kind={kind}, calls=inner, metadata={{op_name="{op_name}"}}, \
@@ -102,6 +102,8 @@ PROGRAMS = {
     "grouped": (call("mosaic_gpu_v2", op_name=GROUPED), "grouped matmul", "tokamax Mosaic", "bf16"),
     "grouped_triton": (call("x.triton", op_name=GROUPED), "grouped matmul", "tokamax Triton", "bf16"),
     "blocked": (dot(f"{LAYER}/moe/grouped_matmul/while/body/dot_general"), "grouped matmul", "XLA loop", "bf16"),
+    "swiglu": (dot(f"{LAYER}/moe/transpose(jvp(grouped_swiglu))/dot_general"), "grouped matmul", "XLA loop", "bf16"),
+    "fp8_triton": (fusion(TRITON_DOT, "kCustom", "__triton", dtype="f8e4m3fn"), "matmul", "Triton", "f8e4m3fn"),
     "norm": (fusion(RSQRT), "norm", "XLA fusion", "bf16"),
     "triton_norm": (fusion(RSQRT, "kCustom", "__triton"), "norm", "Triton fusion", "bf16"),
     "update": (fusion(RSQRT, op_name="jit(_step)/update/mul"), "optimizer update", "XLA fusion", "bf16"),
@@ -123,7 +125,7 @@ def test_kernel_is_recognized(name):
     kernel = next(kernel for kernel in listed(body) if kernel.name == "k")
     assert (kernel.kind, kernel.implementation, kernels.dtype_text(kernel.dtypes)) == (kind, implementation, dtypes)
     assert kernel.time_s > 0
-    assert kernel.phase == ("optimizer" if "update" in kernel.module else "forward")
+    assert kernel.phase == ("optimizer" if "update" in kernel.module else "backward" if name == "swiglu" else "forward")
     assert kernel.is_backward_attention == (name in ("cudnn_backward", "tokamax_mosaic"))
 
 
@@ -166,6 +168,7 @@ REASONS = [
     ("blockwise", AUTO, "heads have 80 dimensions"), ("blockwise", NAMED, 'attention="blockwise"'),
     ("einsum", {}, "the model computes scores and softmax"), ("blocked", {}, "not installed"), ("grouped", {}, ""),
     ("float32", {}, "f32 operands: tensor cores need 16 or 8 bits"), ("triton", {}, "not autotuned"),
+    ("fp8_triton", {}, "not autotuned"), ("swiglu", {}, "not installed"), ("fp8", {}, ""),
     ("loop", {}, "XLA fused it with element-wise operations"), ("cublas", {}, ""), ("norm", {}, ""),
 ]  # fmt: skip
 
@@ -175,6 +178,11 @@ def test_reason_for_a_slower_implementation(name, choices, why):
     reason = kernels.reasons(choices, grouped_why="tokamax is not installed", is_autotuned=False)
     found = reason(next(kernel for kernel in listed(PROGRAMS[name][0]) if kernel.name == "k"))
     assert (why in found) if why else found == ""
+
+
+def test_reason_on_a_gpu_names_the_missing_fp8_kernel():
+    (kernel,) = listed(PROGRAMS["fp8_triton"][0])
+    assert "cuBLASLt's fp8" in kernels.reasons({})(kernel)
 
 
 ROUTER = mp.Rules(precision={r".*/mlp": "float32"})
