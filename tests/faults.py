@@ -394,7 +394,7 @@ FAULTS = (
         "live = 2 * fresh // step.batch_slices if is_twice else fresh", "live = 2 * fresh if is_twice else fresh",
         "planner/test_plan.py -k share_the_memory"),
     Fault("8-bit matmuls take as long as 16-bit matmuls", "planner/time_estimate.py",
-        "flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)", "flops -= 0",
+        "flops -= work.narrow_share[remat] * flops * (1 - rate_16 / rate_8)", "flops -= 0",
         "planner/test_plan.py -k 8_bit"),
     Fault("messages overlap although the memory is full", "planner/time_estimate.py",
         "STEP.crowded_overlap if self.is_crowded(memory) else 1.0", "1.0", "planner/test_plan.py -k crowded_step"),

@@ -14,15 +14,12 @@ from typing import Any
 
 import jax
 
-from meshpar.hardware.clusters import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
+from meshpar.hardware.clusters import HOST_DEVICES, VARIABLE, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.hardware.cost_breakdown import CostBreakdown, breakdown, comparison
 from meshpar.sharding.errors import check_choice, check_positive_int, problem
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.types import MeshLike
 from meshpar.sharding.units import si
-
-VARIABLE = "MESHPAR_CLUSTER"
-"""Environment variable with the default cluster, or with the path of the default profile."""
 
 XLA = "xla"
 """Name of XLA's collective."""

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshpar.hardware.catalogue import GPUS, AttentionKernel, Gpu, gpu_from
+from meshpar.hardware.catalogue import GPUS, AttentionKernel, Gpu, gpu_from, rate_table, rates_by_size
+from meshpar.hardware.kernel_rates import TYPICAL, AttentionSize, RateTable, attention_rate, interpolated
 from meshpar.sharding.errors import MeshparError, is_int, near, problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.types import MeshLike, axis_sizes
@@ -52,7 +53,7 @@ MATMUL_EFFICIENCY = 0.65
 """Fraction of the peak that matmuls reach if no rates were measured. This is an assumption and not a fit. Large
 bfloat16 matmuls alone reach 0.79 on an H100 (XLA's table, xla/service/gpu/model/matmul_interpolator_data.h, 2025), and
 0.60 to 0.69 on Meta's H100s with 500 W (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2024 and 2025). With
-this value, published training runs are predicted with a median error of 4 % in bfloat16 and 21 % in fp8
+this value, published training runs are predicted with a median error of 3 % in bfloat16 and 18 % in fp8
 (`tests/planner/published.txt`). Attention has its own rates (`Gpu.attention_flops_per_s`)."""
 ALPHA_S: Mapping[str, float] = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4.0e-6}
 """Latency of a ring step by kind of link, from NCCL's tuning model for rings with the LL128 protocol (NVIDIA/nccl,
@@ -68,8 +69,23 @@ class Rates:
     """Fraction of the data sheet's peak that matmuls reach if none were measured."""
     products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     """Measured FLOP/s of bfloat16 matmuls of n × n matrices, by n; may be empty."""
+    products_fp8: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """The same of 8-bit matmuls."""
+    shapes: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of matmuls by dtype size and shape (`shape_key`); may be empty."""
+    attention: RateTable = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of attention kernels; may be empty."""
+    grouped: RateTable = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of grouped matmuls; may be empty."""
+    copy_bytes_per_s: float = 0.0
+    """Bytes read and written per second by memory-bound kernels; 0 for the data sheet's bandwidth."""
     source: str = ""
     """How and when the rates were measured; may be empty."""
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bytes read and written per second by memory-bound kernels."""
+        return self.copy_bytes_per_s or self.gpu.memory_bytes_per_s
 
     def peak_flops_per_s(self, bits: int) -> float:
         """Return the data sheet's peak FLOP/s of matmuls whose larger operand dtype has `bits` bits."""
@@ -77,28 +93,54 @@ class Rates:
             return self.gpu.fp8_flops_per_s
         return self.gpu.bf16_flops_per_s if bits <= 16 else self.gpu.fp32_flops_per_s
 
-    def share_of_peak(self, flops: float) -> float:
-        """Return the fraction of the peak that a square matmul with this number of FLOPs reaches."""
-        if not self.products:
-            return self.efficiency
-        sizes = sorted(self.products)
-        n = max(flops / 2, 1.0) ** (1 / 3)  # n × n × n multiply-adds are 2 n³ FLOPs
-        rate = np.interp(math.log(n), [math.log(size) for size in sizes], [self.products[size] for size in sizes])
-        return float(rate) / self.gpu.bf16_flops_per_s
+    def share_of_peak(self, flops: float, bits: int = 16) -> float:
+        """Return the fraction of the peak that a square matmul with this number of FLOPs reaches.
 
-    def product_flops_per_s(self, bits: int, flops: float) -> float:
-        """Return the FLOP/s of a matmul with `flops` FLOPs, whose larger operand dtype has `bits` bits."""
-        return self.peak_flops_per_s(bits) * self.share_of_peak(flops)
+        Without rates for 8 bits, 8-bit matmuls reach the fraction of 16-bit matmuls times `Gpu.fp8_efficiency`, except
+        if the fraction is 1, the data sheet's peak.
+        """
+        n = max(flops / 2, 1.0) ** (1 / 3)  # n × n × n multiply-adds are 2 n³ FLOPs
+        if bits <= 8 and self.products_fp8:
+            return interpolated(self.products_fp8, n) / self.gpu.fp8_flops_per_s
+        share = interpolated(self.products, n) / self.gpu.bf16_flops_per_s if self.products else self.efficiency
+        return share * self.gpu.fp8_efficiency if bits <= 8 and share != 1.0 else share
+
+    def product_flops_per_s(self, bits: int, flops: float, shape: tuple[int, int, int] | None = None) -> float:
+        """Return the FLOP/s of a matmul.
+
+        Args:
+          bits: size of the larger operand dtype.
+          flops: FLOPs of the matmul.
+          shape: (m, k, n) of `[m, k] @ [k, n]`, if known. Rates that were measured for a shape take precedence.
+        """
+        measured = None if shape is None else self.shapes.get(shape_key(bits, *shape))
+        return measured or self.peak_flops_per_s(bits) * self.share_of_peak(flops, bits)
+
+    def attention_flops_per_s(
+        self, kernel: AttentionKernel = "cudnn", size: AttentionSize = TYPICAL
+    ) -> tuple[float, float]:
+        """Return the FLOP/s of attention, forward and backward: of the profile, or of the catalogue."""
+        forward, backward = self.gpu.attention_flops_per_s(kernel, size)
+        measured = (
+            attention_rate(self.attention, kernel, direction, size, GPUS["h100"].attention)
+            for direction in ("forward", "backward")
+        )
+        return next(measured) or forward, next(measured) or backward
+
+    def grouped_flops_per_s(self, kernel: str, operand: str, n: float) -> float:
+        """Return the FLOP/s of a grouped matmul: of the profile, or of the catalogue (`Gpu.grouped_flops_per_s`)."""
+        measured = self.grouped.get(f"{kernel} {operand}")
+        return interpolated(measured, n) if measured else self.gpu.grouped_flops_per_s(kernel, operand, n)
 
     def __str__(self) -> str:
         return f"{self.of_products}, {self.of_attention()}"
 
-    def of_attention(self, kernel: AttentionKernel = "cudnn") -> str:
+    def of_attention(self, kernel: AttentionKernel = "cudnn", size: AttentionSize = TYPICAL) -> str:
         """Text about the rates of attention."""
-        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.gpu.attention_flops_per_s(kernel))
-        is_measured = getattr(self.gpu, "attention_rates" if kernel == "cudnn" else f"{kernel}_rates") is not None
+        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.attention_flops_per_s(kernel, size))
+        is_measured = self.gpu.has_attention_rates(kernel) or any(key.startswith(kernel) for key in self.attention)
         assumed = "" if is_measured else " (assumed: the fraction of the peak of an H100)"
-        return f"attention at {forward} TFLOP/s forward and {backward} backward{assumed}"
+        return f"attention at {forward} TFLOP/s forward and {backward} backward ({size}){assumed}"
 
     @property
     def of_products(self) -> str:
@@ -109,6 +151,14 @@ class Rates:
         if self.efficiency == 1.0:
             return f"matmuls at {self.gpu.name}'s data sheet peak"
         return f"matmuls at an assumed {self.efficiency:.0%} of the data sheet's peak"
+
+
+def shape_key(bits: int, m: int, k: int, n: int) -> str:
+    """Return the key of `[m, k] @ [k, n]` in `Cluster.shapes`.
+
+    The matmuls of a product and of its gradients have the same sizes in another order, and keys of their own.
+    """
+    return f"{bits} bits {m}x{k}x{n}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,6 +231,8 @@ class Links(_Measured):
             return Links(**_fields_from_json(data))
 
 
+VARIABLE = "MESHPAR_CLUSTER"
+"""Environment variable with the default cluster, or with the path of the default profile."""
 ANY = "*"
 """Key of the link for all mesh axes that have no link of their own."""
 
@@ -212,6 +264,16 @@ class Cluster(_Measured):
     """Link between nodes."""
     products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     """Measured FLOP/s of matmuls of n × n matrices, by n (`meshpar bench gpu`); may be empty."""
+    products_fp8: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """The same of matmuls in e4m3."""
+    shapes: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of the matmuls of a recipe, by `shape_key`."""
+    attention: RateTable = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of attention (`meshpar.hardware.kernel_rates`). They replace the catalogue's."""
+    grouped: RateTable = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of grouped matmuls. They replace the catalogue's, and select the fastest kernels."""
+    copy_bytes_per_s: float = 0.0
+    """Measured bytes read and written per second by a copy of a large array; 0 if it was not measured."""
     launch_s: float = 0.0
     """Minimum time between the starts of two kernels (`meshpar bench gpu`); 0 if it was not measured."""
     is_shared: bool = False
@@ -224,6 +286,10 @@ class Cluster(_Measured):
                 where = f"cluster of {self.gpu.name} with {field}={count!r:.80}"
                 reason = f"the number must be an integer from 1 to {MAX_NODES:,}"
                 raise problem(where, "", reason, "write `h100:8x8`", code="out-of-range")
+        if not 0 <= self.copy_bytes_per_s <= MAX_VALUE:
+            where, requested = f"cluster of {self.gpu.name}", f"use copy_bytes_per_s={self.copy_bytes_per_s}"
+            reason, fix = f"a bandwidth is at most {MAX_VALUE:g} B/s", "write bytes per second, as 3e12"
+            raise problem(where, requested, reason, fix, code="out-of-range")
         if not 0 <= self.launch_s <= MAX_LAUNCH_S:
             reason, fix = f"the launch of a kernel takes at most {MAX_LAUNCH_S:g} s", "write seconds, as 2.5e-06"
             where, requested = f"cluster of {self.gpu.name}", f"use launch_s={self.launch_s}"
@@ -250,14 +316,25 @@ class Cluster(_Measured):
         return self.nodes * self.gpus_per_node
 
     @property
+    def memory_bytes_per_s(self) -> float:
+        """Bytes read and written per second by memory-bound kernels: measured, or of the catalogue."""
+        return self.copy_bytes_per_s or self.gpu.memory_bytes_per_s * self.gpu.memory_efficiency
+
+    @property
     def rates(self) -> Rates:
         """Expected FLOP/s of kernels: measured rates, or assumed rates if none were measured."""
-        return Rates(gpu=self.gpu, efficiency=MATMUL_EFFICIENCY, products=self.products, source=self.source)
+        measured = {
+            name: getattr(self, name) for name in ("products", "products_fp8", "shapes", "attention", "grouped")
+        }
+        return Rates(
+            gpu=self.gpu, efficiency=MATMUL_EFFICIENCY, **measured, copy_bytes_per_s=self.memory_bytes_per_s,
+            source=self.source,
+        )  # fmt: skip
 
     @property
     def best_rates(self) -> Rates:
-        """Most optimistic FLOP/s of kernels: measured matmul rates, or the data sheet's peak if none were measured."""
-        return dataclasses.replace(self.rates, efficiency=1.0)
+        """Most optimistic rates of kernels: measured rates, or the data sheet's peaks if none were measured."""
+        return dataclasses.replace(self.rates, efficiency=1.0, copy_bytes_per_s=self.copy_bytes_per_s)
 
     def layout(self, axes: Iterable[str], mesh: MeshLike) -> tuple[int, int]:
         """Return (number of nodes, devices per node) of the groups of devices along mesh axes.
@@ -404,6 +481,8 @@ def _fields_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(data)
     for key in {"axes", "permutes"} & data.keys():
         fields[key] = {axis: Link(**link) for axis, link in data[key].items()}
-    if "products" in data:
-        fields["products"] = dict(sorted((int(n), float(rate)) for n, rate in data["products"].items()))
+    for key in {"products", "products_fp8"} & data.keys():
+        fields[key] = rates_by_size(data[key])
+    for key in {"attention", "grouped"} & data.keys():
+        fields[key] = rate_table(data[key])
     return fields

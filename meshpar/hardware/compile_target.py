@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 
 GPUS = ("gpu", "cuda", "rocm")
 _TARGET = jax.make_user_context(None)
-"""(platform, compute capability) of the devices that a program is traced for. It is part of jit cache keys."""
+"""(platform, compute capability, profile) of the devices that a program is traced for. Part of jit cache keys."""
 
 
-def compiled_for(platform: str, capability: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which kernels are chosen for the given devices instead of the local devices."""
-    return _TARGET((platform, capability))
+def compiled_for(
+    platform: str, capability: tuple[int, int] | None = None, profile: Any = None
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which kernels are chosen for the given devices, or by their profile."""
+    return _TARGET((platform, capability, profile))
+
+
+def target_profile() -> Any:
+    """Return the profile of `compiled_for`, or None."""
+    return None if _TARGET.value is None else _TARGET.value[2]
 
 
 def target() -> tuple[str, tuple[int, int] | None]:
@@ -23,7 +31,8 @@ def target() -> tuple[str, tuple[int, int] | None]:
     They are those of `compiled_for`, of the current mesh, or of JAX's default backend.
     """
     if _TARGET.value is not None:
-        return _TARGET.value
+        platform, capability, _ = _TARGET.value
+        return platform, capability
     platform = platform_of_mesh() or jax.default_backend()
     capability = getattr(jax.devices()[0], "compute_capability", None) if platform in GPUS else None
     if capability is None:

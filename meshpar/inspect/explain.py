@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
+from meshpar.hardware.grouped_kernels import grouped_kernels
 from meshpar.inspect import example_collectives
 from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import expected_by_stage, scopes_above
@@ -40,7 +41,7 @@ from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab
 from meshpar.layers.example_flow import Examination
 from meshpar.layers.precision import cast_back_fix, high_precision_ops
 from meshpar.models import embedding_lookup as lookup
-from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
+from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_tokamax
 from meshpar.parallel.batch import StepBatch, shape_of
 from meshpar.parallel.execution import Execution, ParamUsage, split_axes
 from meshpar.sharding.context import clear_context_mesh
@@ -320,7 +321,7 @@ def _why_blocked(execution: Execution) -> str:
         return "the only one for 8-bit matmuls"
     dtype = execution.compute or next((w.leaf.dtype.name for w in execution.weights if w.leaf.is_expert), "float32")
     why = choose_grouped_matmul("cuda", dtype).why
-    if has_kernels() and not has_tokamax():
+    if grouped_kernels() is not None and not has_tokamax():
         why += "; with the extras cuda12 or cuda13 the pod runs a different program"
     return why
 

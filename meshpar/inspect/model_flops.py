@@ -184,17 +184,17 @@ def _attention_flops(equation: Any) -> int:
 
 
 def _grouped_flops(equation: Any) -> int:
-    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`. Its two gradients cost twice as much."""
-    _, d, f = equation.invars[1].aval.shape
-    return 2 * equation.params["typical_rows"] * d * f * (2 if equation.primitive.name == kernels.GRADIENTS else 1)
+    """Return the FLOPs of tokamax's grouped matmul, or of a gradient. Weights or their gradient are `[G, d, f]`."""
+    arrays = (equation.invars[1].aval, equation.outvars[0].aval)
+    _, d, f = next(x.shape for x in arrays if x.ndim == 3)
+    return 2 * equation.params["typical_rows"] * d * f
 
 
 _PRODUCTS: Mapping[str, Callable[[Any], int]] = {
     "dot_general": _dot_flops,
     "conv_general_dilated": _convolution_flops,
     "ragged_dot_general": _ragged_dot_flops,
-    kernels.PRODUCT: _grouped_flops,
-    kernels.GRADIENTS: _grouped_flops,
+    kernels.GROUPED_MATMUL: _grouped_flops,
 }
 _RULES = ("custom_vjp_call", "remat_opt")
 """Primitives that call a function with a custom gradient, before and after differentiation."""

@@ -88,7 +88,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
         return tuple(int(number) for number in text.split("."))
 
     with (
-        compiled_for("cuda", capability),
+        compiled_for("cuda", capability, cluster),
         # Only tokamax calls it, so callers that only trace, such as the planner, do not load the plugin.
         mock.patch.object(backend, "get_default_device", device),
         mock.patch.object(attention, "check_compute_capability", lambda text: capability >= parsed(text)),

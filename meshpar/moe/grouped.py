@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives.wire import varying_alike
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.compile_target import GPUS, KernelChoice, target
+from meshpar.hardware.grouped_kernels import GroupedKernels, grouped_kernels, has_triton
 from meshpar.layers.fp8_dot import FORWARD, GRADIENT, Scaled, scaled
 from meshpar.layers.precision import BY_ROW, check_narrow, check_wide, matmul_here
 from meshpar.layers.scan import LoraWeight
@@ -31,8 +32,6 @@ from meshpar.sharding.errors import check_cases, check_choice, check_positive_in
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
-HOPPER = 9
-"""Major compute capability of Hopper GPUs."""
 COUNTED = TraceOption[bool]("counted_grouped_matmuls")
 """True if FLOPs are counted in the trace: "auto" is then `blocked`, whose FLOPs are those of the actual rows."""
 
@@ -71,11 +70,14 @@ def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLi
         why = f"tokamax has kernels for GPUs, and not for {platform}"
     elif jnp.dtype(dtype).itemsize > 2:
         why = f"tokamax's kernels compute 16-bit products, which are not exact enough for {jnp.dtype(dtype)}"
-    elif not has_kernels():
+    elif (chosen := grouped_kernels()) is None:
         generation = ".".join(map(str, target()[1] or ()))
         why = f"tokamax has kernels for all gradients on Hopper, and not for compute capability {generation}"
     else:
-        return KernelChoice(implementation="tokamax", why="tokamax is installed and has kernels for this GPU")
+        why = f"tokamax is installed and has kernels for this GPU; {chosen}"
+        if not has_triton():
+            why += "; without the packages triton and jax-triton, the gradient of weights has a slower kernel"
+        return KernelChoice(implementation="tokamax", why=why)
     return KernelChoice(implementation="blocked", why=why)
 
 
@@ -177,7 +179,11 @@ def _multiply(rows: jax.Array, weights: jax.Array, sizes: Any, options: _Options
             return products.astype(rows.dtype).reshape(num_rows, weights.shape[2])
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
         if options.implementation == "tokamax":
-            return _tokamax(options.typical_rows or num_rows, rows, weights, sizes)
+            chosen = grouped_kernels()
+            case = chosen is None, "tokamax has no kernel for weight gradients on this GPU", kernels.REFUSED[2]
+            check_cases(kernels.REFUSED[0], "multiply on this GPU", "unsupported-feature", case)
+            assert chosen is not None
+            return _tokamax(chosen, options.typical_rows or num_rows, rows, weights, sizes)
         return _blocked(_Plan.of(num_rows, num_groups, options), rows, weights, sizes)
 
 
@@ -262,12 +268,6 @@ def _bias_of_rows(bias: jax.Array, sizes: Any, like: jax.Array) -> jax.Array:
 def has_tokamax() -> bool:
     """Return whether tokamax is installed."""
     return importlib.util.find_spec("tokamax") is not None
-
-
-def has_kernels() -> bool:
-    """Return whether tokamax 0.0.17 has all kernels for the GPU. On Blackwell it has none for weight gradients."""
-    capability = target()[1]
-    return capability is None or capability[0] == HOPPER
 
 
 def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, group_sizes: Any) -> None:
@@ -546,24 +546,18 @@ _blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)
 # ---- tokamax ---------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tokamax(typical_rows: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _zero_unassigned(kernels.product(rows, weights, sizes, typical_rows=typical_rows), sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tokamax(chosen: GroupedKernels, typical_rows: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> Array:
+    y = kernels.product(rows, weights, sizes, kernel=chosen.product, typical_rows=typical_rows)
+    return kernels.zero_unassigned(y, sizes)
 
 
-def _tokamax_backward(typical_rows: int, saved: tuple, grad: jax.Array) -> tuple:
+def _tokamax_backward(chosen: GroupedKernels, typical_rows: int, saved: tuple, grad: jax.Array) -> tuple:
     rows, weights, sizes = saved
     with jax.named_scope(KERNEL):
-        args = _zero_unassigned(rows, sizes), weights, sizes, _zero_unassigned(grad, sizes)
-        d_rows, d_weights = kernels.gradients(*args, typical_rows=typical_rows)
-        # Kernels leave gradients of unassigned rows and of empty groups uninitialized.
-        d_weights = jnp.where((sizes > 0)[:, None, None], d_weights, jnp.zeros_like(d_weights))
-        return _zero_unassigned(d_rows, sizes), d_weights, None
+        d_rows = kernels.rows_gradient(grad, weights, sizes, kernel=chosen.rows, typical_rows=typical_rows)
+        d_weights = kernels.weights_gradient(rows, grad, sizes, kernel=chosen.weights, typical_rows=typical_rows)
+        return kernels.zero_unassigned(d_rows, sizes), d_weights, None
 
 
-def _zero_unassigned(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Replace rows past the last group by zeros."""
-    return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], x, jnp.zeros_like(x))
-
-
-_tokamax.defvjp(lambda *args: (_tokamax(*args), args[1:]), _tokamax_backward)
+_tokamax.defvjp(lambda *args: (_tokamax(*args), args[2:]), _tokamax_backward)

@@ -129,7 +129,7 @@ class Search:
         rates, work = self.clock.rates, self.workload
         attention = ""
         if work.attention[None]:
-            attention = f", {rates.of_attention(self.clock.attention_kernel(work))}"
+            attention = f", {rates.of_attention(self.clock.attention_kernel(work), work.attention_size)}"
         elif work.products_bytes[None]:
             attention = ", attention in XLA's matmuls by its memory traffic"
         return (
@@ -273,11 +273,11 @@ class Search:
             * sum(array.row_bytes for array in work.activations[None])
             / self.cluster.num_devices
         )
-        compute_s = compute_s + moved / self.cluster.gpu.memory_bytes_per_s
+        compute_s = compute_s + moved / self.cluster.memory_bytes_per_s
         compute_s = compute_s + self._experts_s(placed, step, members, shards)
         if placed.strategy.pipeline is not None:
             ticks, fill, *_ = np.array([_ScheduleEstimate.of(each) for each in pipelines if each is not None]).T
-            compute_s = (compute_s + STEP.tick_copies * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
+            compute_s = (compute_s + STEP.tick_copies * ticks * sums / self.cluster.memory_bytes_per_s) * fill
         prefetched = [bool(strategy.prefetched_axes) for _, strategy in members]
         hidden = np.array([hidden_of_weights(step, is_ahead=is_ahead) for is_ahead in prefetched])
         cover = np.array([STEP.cover_prefetched if is_ahead else STEP.cover for is_ahead in prefetched])
@@ -299,7 +299,7 @@ class Search:
         """
         work, spec = self.workload, placed.execution(Layout(mesh=_ANY, strategy=placed.strategy))
         policies = sorted(self.policies, key=work.flops.__getitem__, reverse=True)
-        bandwidth = self.cluster.gpu.memory_bytes_per_s
+        bandwidth = self.cluster.memory_bytes_per_s
         floors = {
             remat: self.clock.floor_s(work, remat) + self.clock.products_bytes(work, remat) / bandwidth
             for remat in policies
@@ -340,7 +340,7 @@ class Search:
             max_rows = np.minimum(max_rows, work.bound_factor * work.experts_per_token)
         capacity = np.where(ranks > 1, max_rows, work.experts_per_token)
         moved = microbatches * block_bytes * size * BLOCKS_A_GROUP * num_local + routed_bytes(placed, tokens * capacity)
-        return moved / shards(step.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
+        return moved / shards(step.ordered(["stage"])) / self.cluster.memory_bytes_per_s
 
     def _max_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], shards: Callable[..., Any]) -> Any:
         """Return an upper bound of the bandwidth of a ring over `axes`. `of` has all axes in the order of the mesh."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -127,6 +128,12 @@ def schedule_timing(pipeline: Pipeline, recomputed: float, head: float, num_laye
     return ScheduleTiming(stretch, ticks, hops, stages=stages, chunks=table.chunks, rounds=lanes.rounds)
 
 
+GROUPED_PASSES = 5
+"""Reads and writes of the weights of experts by tokamax's kernels."""
+TYPICAL_GROUP = 2048
+"""Size n of a group whose rate grouped matmuls have in estimates."""
+
+
 class Clock:
     """Estimates step times of layouts on a cluster."""
 
@@ -147,15 +154,22 @@ class Clock:
             efficiency = max(self.rates.products.values()) / self.cluster.gpu.bf16_flops_per_s
         else:
             efficiency = self.rates.share_of_peak(matmul_flops)
-        gpu, flops, forward = self.cluster.gpu, work.flops[remat], work.attention[remat]
+        flops, forward = work.flops[remat], work.attention[remat]
         # FLOPs in 8 bits are converted to the FLOPs in 16 bits that take as long.
-        flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
+        size = matmul_flops or 2.0 * max(self.rates.products, default=1) ** 3
+        rate_16, rate_8 = (self.rates.product_flops_per_s(bits, size) for bits in (16, 8))
+        flops -= work.narrow_share[remat] * flops * (1 - rate_16 / rate_8)
         # The backward pass of attention has five matmuls, the forward pass two.
         backward = STEP.attention_backward * work.attention[None]
-        forward_rate, backward_rate = self.rates.gpu.attention_flops_per_s(self.attention_kernel(work))
+        forward_rate, backward_rate = self.rates.attention_flops_per_s(self.attention_kernel(work), work.attention_size)
         rate, wide_rate = (efficiency * self.rates.peak_flops_per_s(bits) for bits in (8 * work.compute_itemsize, 32))
         outside = (flops - forward - 2 * work.attention[None]) / rate
         outside += work.wide_flops[remat] * (1 / wide_rate - 1 / rate)
+        if work.grouped_kernels is not None:
+            experts = work.expert_flops * work.flops[remat] / work.flops[None]
+            pairs = work.grouped_kernels._asdict().items()
+            rates = (self.rates.grouped_flops_per_s(kernel, operand, TYPICAL_GROUP) for operand, kernel in pairs)
+            outside += experts * (statistics.mean(1 / each for each in rates) - 1 / rate)
         time_s = outside + forward / forward_rate + backward / backward_rate
         return time_s * work.examples / self.cluster.num_devices
 
@@ -222,7 +236,7 @@ class Clock:
                 send("collective-permute", (pipeline.axis,), nbytes, count)
         moved = self._moved_bytes(placed, step, memory) + copied
         moved += STEP.shared_sent_passes * buffers * self.cluster.is_shared
-        memory_s = moved / self.cluster.gpu.memory_bytes_per_s
+        memory_s = moved / self.cluster.memory_bytes_per_s
         # Messages can only overlap with as much compute as there is.
         cover_s = (STEP.cover_prefetched if step.layers_ahead else STEP.cover) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
@@ -231,7 +245,7 @@ class Clock:
         updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
             compute_s=compute_s + updating_s / self.rates.efficiency, memory_s=memory_s,
-            copied_s=copied / self.cluster.gpu.memory_bytes_per_s, network_s=dict(network),
+            copied_s=copied / self.cluster.memory_bytes_per_s, network_s=dict(network),
             exposed_s={label: time_s - covered * hidden[label] for label, time_s in network.items()},
             sent_bytes=dict(sent), bubble_s=(compute_s + memory_s) * (stretch - 1),
         )  # fmt: skip
@@ -256,8 +270,9 @@ class Clock:
     def _expert_bytes(self, placed: Placed, step: Execution) -> float:
         """Return the bytes that MoE layers move per micro-step, in addition to saved activations.
 
-        Weight gradients are computed block by block of tokens (`meshpar.moe.grouped`), and buffers are large enough for
-        any routing.
+        The blocked implementation computes weight gradients block by block of tokens (`meshpar.moe.grouped`). tokamax's
+        kernels read the weights for the product, transpose and read them for the gradient of rows, and write their
+        gradient once. Buffers are large enough for any routing.
         """
         work = placed.workload
         decisions = experts(placed)
@@ -269,6 +284,9 @@ class Clock:
         routed, slices = step.tokens * work.experts_per_token // step.batch_slices, step.batch_slices
         blocks = slices * cost.grouped_rows(routed, num_local, size := cost.grouped_block(routed, num_local)) // size
         capacity = cost.dropless_rows(step.tokens, work.experts_per_token, work.num_experts, ranks, work.bound_factor)
+        if work.grouped_kernels is not None:
+            weights_bytes = GROUPED_PASSES * work.compute_itemsize * slices * num_local * expert_size
+            return float(weights_bytes + routed_bytes(placed, capacity))
         block_bytes = STEP.block_bytes if num_local == 1 else STEP.block_bytes_of_several
         return block_bytes * expert_size * blocks + routed_bytes(placed, capacity)
 

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import flash
 from meshpar.hardware.clusters import Cluster
+from meshpar.hardware.grouped_kernels import GroupedKernels, grouped_kernels
+from meshpar.hardware.kernel_rates import AttentionSize
 from meshpar.inspect.model_flops import activation_products, attention_flops, matmul_flops, wide_flops
 from meshpar.inspect.target import traced_for
 from meshpar.inspect.traced_collectives import vocab_chunks
@@ -31,7 +33,7 @@ from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.layers.scan import StageRunner, running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
-from meshpar.moe.grouped import COUNTED
+from meshpar.moe.grouped import COUNTED, choose_grouped_matmul
 from meshpar.parallel import ddp
 from meshpar.parallel.batch import check_examples, shape_of
 from meshpar.parallel.execution import examples_and_tokens, with_layers
@@ -107,6 +109,8 @@ class Workload:
     """Part of `flops`: attention kernels of libraries in the forward pass, with recomputation."""
     uses_tokamax: bool
     """Whether these kernels are tokamax's. The others are cuDNN's."""
+    grouped_kernels: GroupedKernels | None
+    """tokamax's kernels for the matmuls of experts, or None for the blocked implementation."""
     wide_flops: Mapping[Remat, float]
     """Part of `flops`: matmuls with an operand wider than the compute dtype, such as gradients of float32 scores."""
     products_flops: float
@@ -148,6 +152,18 @@ class Workload:
     def seq_len(self) -> int | None:
         """Tokens per example."""
         return None if self.tokens is None else self.tokens // self.examples
+
+    @property
+    def expert_flops(self) -> float:
+        """FLOPs per example and step of the matmuls of experts, without recomputation."""
+        size = sum(leaf.size for leaf in self.leaves if leaf.is_expert) / max(self.num_experts, 1)
+        return 6 * (self.seq_len or 0) * self.experts_per_token * size
+
+    @property
+    def attention_size(self) -> AttentionSize:
+        """Sizes of attention: of the longest head, over the length of an example."""
+        head_dim = max((leaf.size_of("head_dim") for leaf in self.leaves if leaf.has("head_dim")), default=128)
+        return AttentionSize(head_dim, self.seq_len or 1)
 
     @property
     def num_layers(self) -> int:
@@ -215,6 +231,11 @@ def describe(
     small_batch = batch_of(batch, marker)
     arrays = (params, variables.extra, small_batch, jax.ShapeDtypeStruct((2,), np.uint32))
     labelled = functools.partial(_labelled, leaves=leaves, examples=marker, seq_len=seq_len)
+    with traced_for(cluster):
+        dtype = jnp.dtype(precision.compute or leaves[0].dtype)
+        has_experts = any(leaf.is_expert for leaf in leaves) and precision.matmul is None
+        uses_kernels = has_experts and choose_grouped_matmul(dtype=dtype).implementation == "tokamax"
+        grouped = grouped_kernels() if uses_kernels else None
     # Trace the CPU form of grouped matmuls, which counts the FLOPs of the actual tokens only.
     with traced_for(cluster), COUNTED.set(True), tracing(mesh, ddp()):
         terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
@@ -252,6 +273,7 @@ def describe(
         is_divisible=loss_is is not None or not (examination.combined or isinstance(terms.loss, ScalarLoss)),
         leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, examples=examples,
         tokens=tokens, flops=flops, attention=attention, uses_tokamax=has_scope(forward_jaxpr, flash.SCOPE),
+        grouped_kernels=grouped,
         wide_flops=wide, products_flops=counted[None].products / marker, products_bytes=products_bytes,
         scores_bytes=products.largest_bytes / marker, model_flops=3 * forward,
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker,

@@ -153,7 +153,11 @@ def profile() -> Cluster:
     moved = 3 * FLOAT32_BYTES * gpu.SMALL[-1] ** 2 / turn_s(lambda y, x: (jax.nn.silu(y) * x).T, gpu.SMALL[-1])
     usual = cluster_of(gpu_by_name("h100"), nodes=1, gpus_per_node=DEVICES)
     device = dataclasses.replace(
-        usual.gpu, fp32_flops_per_s=max(each.values()), memory_bytes_per_s=moved, memory_bytes=1e12
+        usual.gpu,
+        fp32_flops_per_s=max(each.values()),
+        memory_bytes_per_s=moved,
+        memory_efficiency=1.0,
+        memory_bytes=1e12,
     )
     link = fit.link if fit is not None and fit.link is not None else usual.inside
     return dataclasses.replace(usual, gpu=device, inside=link, products=each, source=WHAT, is_shared=True)

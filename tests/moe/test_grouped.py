@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib.machinery
 import itertools
@@ -16,6 +18,7 @@ import pytest
 from jax import lax
 
 from meshpar.hardware import cost_model as cost
+from meshpar.hardware import grouped_kernels
 from meshpar.hardware.clusters import parse_cluster
 from meshpar.inspect.explain import explain
 from meshpar.inspect.hlo import parser as hlo
@@ -107,27 +110,25 @@ def fake_tokamax(monkeypatch):
     def poison(x, is_defined):
         return jnp.where(is_defined, x, jnp.nan)
 
-    @jax.custom_vjp
-    def product(rows, weights, sizes):
-        is_assigned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
-        return poison(lax.ragged_dot(rows, weights, sizes), is_assigned)
-
-    def backward(saved, grad):
-        rows, weights, sizes = saved
-        is_assigned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
-        _, pull = jax.vjp(lambda r, w: lax.ragged_dot(r, w, sizes), jnp.where(is_assigned, rows, 0), weights)
-        d_rows, d_weights = pull(jnp.where(is_assigned, grad, jnp.nan))
-        return poison(d_rows, is_assigned), poison(d_weights, (sizes > 0)[:, None, None]), None
-
-    product.defvjp(lambda *saved: (product(*saved), saved), backward)
-
-    def ragged_dot(lhs, rhs, group_sizes, *, implementation):
+    def ragged_dot_general(lhs, rhs, sizes, numbers, *, preferred_element_type, implementation, bypass_device_check):
         # tokamax does not support varying values under JAX 0.12.
-        assert not any(jax.typeof(x).manual_axis_type.varying for x in (lhs, rhs, group_sizes))
+        assert not any(jax.typeof(x).manual_axis_type.varying for x in (lhs, rhs, sizes))
+        assert not bypass_device_check
         module.calls.append(implementation)
-        return product(lhs, rhs, group_sizes)
+        is_assigned = (jnp.arange(len(lhs)) < sizes.sum())[:, None]
+        if numbers.rhs_group_dimensions:
+            y = lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=preferred_element_type)
+            return poison(y, is_assigned)
+        if implementation == "triton":  # reads only the rows of a group, and writes zeros for empty groups
+            lhs, rhs = jnp.where(is_assigned, lhs, 0), jnp.where(is_assigned, rhs, 0)
+        y = lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=preferred_element_type)
+        if implementation == "triton":
+            return y
+        is_finite = jnp.isfinite(lhs).all() & jnp.isfinite(rhs).all()
+        return poison(y, is_finite & (sizes > 0)[:, None, None])
 
-    module.ragged_dot = ragged_dot
+    module.ragged_dot_general = ragged_dot_general
+    module.RaggedDotGroupSizes = lambda sizes, total: sizes
     monkeypatch.setitem(sys.modules, "tokamax", module)
     return module
 
@@ -287,8 +288,38 @@ def test_auto_uses_tokamax_on_supported_gpus(fake_tokamax, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rows, weights, _ = operands("bfloat16")
     jax.jit(grouped_matmul).lower(rows, weights, jnp.ones(GROUPS, jnp.int32))
-    # Without tokamax's fallback, XLA's masked product.
-    assert fake_tokamax.calls == [("mosaic", "triton")]
+    assert fake_tokamax.calls == ["mosaic"]
+
+
+def test_kernels_per_gradient_follow_the_table(fake_tokamax, monkeypatch):
+    """On Hopper, Mosaic computes the product and the gradient of rows, and Triton the gradient of weights."""
+    rows, weights, cotangent = operands("bfloat16")
+    sizes = jnp.ones(GROUPS, jnp.int32)
+    monkeypatch.setattr(grouped_kernels, "has_triton", lambda: True)
+
+    def kernels_of(cluster):
+        fake_tokamax.calls.clear()
+        run = value_and_grads(functools.partial(grouped_matmul, implementation="tokamax"))
+        monkeypatch.setattr(kernels, "_triton_target", lambda kernel: contextlib.nullcontext())
+        with traced_for(cluster):
+            run.trace(rows, weights, cotangent, sizes).lower()
+        return sorted(fake_tokamax.calls)
+
+    h100 = parse_cluster("h100:1x1")
+    assert kernels_of(h100) == ["mosaic", "mosaic", "triton"]
+    rates = {"mosaic product": {1024: 1e14}, "triton product": {1024: 2e14}, "triton rows": {1024: 9e14}}
+    assert kernels_of(dataclasses.replace(h100, grouped=rates)) == ["mosaic", "triton", "triton"]
+    monkeypatch.setattr(grouped_kernels, "has_triton", lambda: False)
+    assert kernels_of(h100) == ["mosaic"] * 3
+
+
+def test_profile_of_the_environment_selects_kernels(monkeypatch, tmp_path):
+    file, rates = tmp_path / "mine.json", {"mosaic weights": {1024: 2e14}, "triton weights": {1024: 1e14}}
+    dataclasses.replace(parse_cluster("h100:1x1"), grouped=rates).save(file)
+    monkeypatch.setattr(grouped_kernels, "has_triton", lambda: True)
+    assert grouped_kernels.grouped_kernels() == ("mosaic", "mosaic", "triton")
+    monkeypatch.setenv("MESHPAR_CLUSTER", str(file))
+    assert grouped_kernels.grouped_kernels() == ("mosaic", "mosaic", "mosaic")
 
 
 def test_auto_depends_on_the_target_of_the_trace(fake_tokamax):
@@ -298,7 +329,7 @@ def test_auto_depends_on_the_target_of_the_trace(fake_tokamax):
     uses_tokamax = []
     for cluster in ("h100:1x1", "b200:1x1", None):
         with traced_for(None if cluster is None else parse_cluster(cluster)):
-            uses_tokamax.append(kernels.PRODUCT in str(run.trace(rows, weights).jaxpr))
+            uses_tokamax.append(kernels.GROUPED_MATMUL in str(run.trace(rows, weights).jaxpr))
             assert (choose_grouped_matmul().implementation == "tokamax") is uses_tokamax[-1]
     assert uses_tokamax == [True, False, False]
     with traced_for(parse_cluster("b200:1x1")):
@@ -339,7 +370,7 @@ ENTRY %main (rows: bf16[64,8], weights: bf16[4,8,16], sizes: s32[4]) -> bf16[64,
   ROOT %y = bf16[64,16]{1,0} custom-call(%rows, %weights, %sizes), custom_call_target="mosaic_gpu_v2", metadata={op_name="NAME"}
 }
 """  # noqa: E501
-    for name, flops in ((f"a/{kernels.SCOPE}20/dot", 2 * 20 * 8 * 16), ("a/another/dot", 0)):
+    for name, flops in ((f"a/{kernels.SCOPE}20_product/dot", 2 * 20 * 8 * 16), ("a/another/dot", 0)):
         assert work.flops_per_step(hlo.parse(call.replace("NAME", name))) == flops
 
 
@@ -357,8 +388,12 @@ def real_tokamax():
 def test_real_tokamax_matches_blocked(monkeypatch):
     """tokamax's XLA implementation replaces its GPU kernels."""
     package, results = real_tokamax(), {}
-    product = package.ragged_dot
-    monkeypatch.setattr(package, "ragged_dot", lambda *args, implementation: product(*args, implementation="xla"))
+    product = package.ragged_dot_general
+    monkeypatch.setattr(
+        package,
+        "ragged_dot_general",
+        lambda *args, implementation, **options: product(*args, implementation="xla", **options),
+    )
     rows, weights, _ = operands("float32")
     sizes = jnp.array([5, 0, *[3] * (GROUPS - 2)], jnp.int32)
     for implementation in ("blocked", "tokamax"):
@@ -369,7 +404,7 @@ def test_real_tokamax_matches_blocked(monkeypatch):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)  # sums of a few float32 products in another order
 
 
-def lowered_with_tokamax(cluster):
+def lowered_with_tokamax(cluster, num_rows=1024, num_groups=8, width=256, columns=512):
     """Lower the gradients of rows and weights with the real kernels."""
     real_tokamax()
     if missing_aot():
@@ -382,29 +417,42 @@ def lowered_with_tokamax(cluster):
     target = parse_cluster(cluster)
     mesh = mesh_on(target, MeshSpec(data=1).abstract())
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shapes = ((1024, 256), jnp.bfloat16), ((8, 256, 512), jnp.bfloat16), ((8,), jnp.int32)
+    rows, weights, sizes = (num_rows, width), (num_groups, width, columns), (num_groups,)
+    shapes = (rows, jnp.bfloat16), (weights, jnp.bfloat16), (sizes, jnp.int32)
     args = [jax.ShapeDtypeStruct(*shape, sharding=replicated) for shape in shapes]
     with traced_for(target):
         return jax.jit(jax.grad(loss, (0, 1))).trace(*args).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.pod
-def test_real_tokamax_compiles_without_a_gpu():
-    """Three kernels, forward and for both gradients, and no matmul by XLA."""
-    text = lowered_with_tokamax("h100:1x1").compile().as_text()
-    assert text.count('custom_call_target="mosaic_gpu') == 3
-    assert " dot(" not in text
-    assert "__cublas" not in text
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.call_stacks  # named scopes
+@pytest.mark.parametrize("sizes", [(4096, 8, 256, 512), (131_072, 128, 4096, 1536)], ids=["untuned", "tuned"])
+def test_real_tokamax_compiles_without_a_gpu(sizes, caplog):
+    """Three kernels, forward and for both gradients, and no matmul by XLA. The gradient of weights is written once."""
+    pytest.importorskip("jax_triton", reason="needs `pip install jax-triton`")
+    lowered = lowered_with_tokamax("h100:1x1", *sizes)
+    # The parameters of the kernels are in tokamax's tuning files.
+    assert ("Autotuning cache miss" in caplog.text) is (sizes[0] == 4096)
+    module = hlo.parse(lowered.compile().as_text())
+    grouped = {matmul.grouped: matmul for matmul in work.matmuls(module)}
+    assert {(each.operand, each.kernel) for each in grouped} == {
+        ("product", "mosaic"), ("rows", "mosaic"), ("weights", "triton"),
+    }  # fmt: skip
+    assert {matmul.flops for matmul in grouped.values()} == {2 * sizes[0] * sizes[2] * sizes[3]}
+    gradient = next(matmul.ins for each, matmul in grouped.items() if each.operand == "weights")
+    assert [user.name for user in module.entry.users[gradient.name]] == [module.entry.root.name]
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize(("cluster", "calls"), [("h100:1x8", 18), ("b200:1x8", 0)])
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("cluster", "calls"), [("h100:1x8", (12, 6)), ("b200:1x8", (0, 0))])
 def test_explain_counts_the_kernels_of_a_training_step(pod, cluster, calls):
     """Two MoE layers with three matmuls, forward and both gradients."""
-    real_tokamax()
+    pytest.importorskip("jax_triton", reason="needs `pip install tokamax jax-triton`")
     config = TransformerConfig(
         vocab_size=256, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512,
-        moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512),
+        moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512), attention="blockwise",
     )  # fmt: skip
     precision, mesh = Precision(compute="bfloat16"), MeshSpec(fsdp=4, expert=2).abstract()
     strategy = fsdp() | expert_parallel()
@@ -412,9 +460,10 @@ def test_explain_counts_the_kernels_of_a_training_step(pod, cluster, calls):
     batch = {name: jax.ShapeDtypeStruct((16, 256), np.int32) for name in ("inputs", "targets")}
     step = train_step(next_token_loss, precision=precision)
     report = explain(step, state, batch, cluster, pod=pod, advise=False)
-    assert report.compute.library_calls.get("mosaic_gpu_v2", 0) == calls
-    assert any("tokamax has kernels for all gradients on Hopper" in note for note in report.notes) == (not calls)
-    if calls:
+    names = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
+    assert tuple(report.compute.library_calls.get(name, 0) for name in names) == calls
+    assert any("tokamax has kernels for all gradients on Hopper" in note for note in report.notes) == (not sum(calls))
+    if sum(calls):
         assert report.compute.ratio == pytest.approx(1, abs=0.1)
 
 
@@ -428,7 +477,7 @@ def test_unsupported_by_tokamax(fake_tokamax, monkeypatch):
     def refuse(*_, **__):
         raise NotImplementedError("only sm90")
 
-    monkeypatch.setattr(fake_tokamax, "ragged_dot", refuse)
+    monkeypatch.setattr(fake_tokamax, "ragged_dot_general", refuse)
     rows, weights, _ = operands("bfloat16")
     with raises("unsupported-feature", "grouped_matmul"):
         grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")

@@ -20,7 +20,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.clusters import MATMUL_EFFICIENCY, parse_cluster
+from meshpar.hardware.grouped_kernels import BY_GENERATION, KERNELS, OPERANDS
 from meshpar.models import TransformerConfig, llama3_8b, llama3_70b, llama3_405b, mixtral_8x7b, next_token_loss
 from meshpar.planner.layout import Layout
 from meshpar.planner.search import Search
@@ -31,10 +32,12 @@ LLAMA2_7B = functools.partial(llama2, num_layers=32, embed_dim=4096, num_heads=3
 LLAMA2_13B = functools.partial(llama2, num_layers=40, embed_dim=5120, num_heads=40, num_kv_heads=40, mlp_dim=13_824)
 META = {
     "bf16_flops_per_s": 835e12, "memory_bytes": 96e9, "memory_bytes_per_s": 2.4e12, "attention_rates": (333e12, 318e12),
+    "memory_efficiency": 0.92,
 }  # fmt: skip
 """The H100s of torchtitan's benchmarks: limited to 500 W, with HBM2e of 2.4 TB/s. By its footnote, the peak is between
 those of an H100 NVL, which is used here, and of an SXM. They ran FlashAttention-2, whose rates have the same source as
-`attention_rates` of an H100 in `gpus.toml`."""
+backward rates of cuDNN's attention in `gpus.toml`. The fraction of the bandwidth is torchao's
+(torchao/testing/float8/roofline_utils.py, 2025: point-wise kernels on these GPUs)."""
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 2024-12"
 TITAN_OLD = "torchtitan, docs/performance.md, 2024"
 BRIDGE_26 = "Megatron-Bridge, docs/performance-summary.md, 2026, FP8-CS; batch and recomputation are assumed"
@@ -125,7 +128,7 @@ RUNS = {
         "zero1(axis='data') | expert_parallel()",
         source="Megatron-LM, megatron/core/transformer/moe/README.md, core 0.9: 468 TFLOP/s with the mapping it names; "
         "82.9e9 FLOPs a token as Megatron-LM counts them, attention without its mask",
-        off="our grouped products move gradients of weights block by block, and rows for any routing",
+        off="its grouped matmuls are assumed to run like other matmuls; our buffers have rows for any routing",
     ),
     "8B, 8 H100, fp8": Published(**ON_8, matmul="fp8", tokens_per_s=8532),
     "8B, 128 H100, fp8": Published(**ON_128, matmul="fp8", tokens_per_s=8380),
@@ -168,6 +171,10 @@ def predicted(run: Published) -> tuple[float, float]:
     again = sum(2 * leaf.size * run.length for leaf in work.leaves if leaf.path.split("/")[-2] in run.again)
     work = dataclasses.replace(work, flops={remat: flops + again for remat, flops in work.flops.items()})
     strategy, mesh = mp.parallel.parse_strategy(run.strategy), mp.MeshSpec.parse(run.mesh)
+    if config.moe:  # Megatron's grouped matmuls are CUTLASS's, whose rates are not published
+        work = dataclasses.replace(work, grouped_kernels=BY_GENERATION[9])
+        assumed = {1: MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s}
+        cluster = dataclasses.replace(cluster, grouped={f"{k} {x}": assumed for k in KERNELS for x in OPERANDS})
     layout = Layout(mesh=mesh, strategy=strategy, remat=run.remat, accumulate=run.accumulate)
     time, tokens = Search(work, cluster).estimate(layout).time, run.rows * run.length / cluster.num_devices
     stretch = 1 + time.bubble_s / (time.compute_s + time.memory_s)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from meshpar.collectives import flash
 from meshpar.collectives.attention import window_shares
 from meshpar.hardware.catalogue import AttentionKernel
+from meshpar.hardware.kernel_rates import AttentionSize
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views
@@ -21,7 +22,7 @@ from meshpar.moe.tokamax_kernels import SCOPE
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
 _ATTENTION = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
-_GROUPED = re.compile(rf"{SCOPE}(\d+)")
+_GROUPED = re.compile(rf"{SCOPE}(\d+)_(\w+?)\b")
 _COPY = re.compile(r"\.remat[0-9]*\Z")
 _NO_MEMORY = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
@@ -34,6 +35,19 @@ class AttentionPass(NamedTuple):
 
     kernel: AttentionKernel
     is_backward: bool
+    size: AttentionSize = AttentionSize()
+    repetition: float = 1.0
+    """FLOPs of the backward kernels over the FLOPs of a single kernel, if several kernels repeat matmuls."""
+
+
+class GroupedPass(NamedTuple):
+    """tokamax's kernel of a grouped matmul or of one of its gradients."""
+
+    kernel: str
+    """`mosaic` or `triton`."""
+    operand: str
+    """`product`, or `rows` or `weights` for a gradient."""
+    num_groups: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +63,10 @@ class Matmul:
     ins: Instruction
     attention: AttentionPass | None
     """None for other matmuls."""
+    grouped: GroupedPass | None = None
+    """None for other matmuls."""
+    shape: tuple[int, int, int] | None = None
+    """(m, k, n) of `[m, k] @ [k, n]`; None for other matmuls."""
 
     @property
     def flops_per_step(self) -> int:
@@ -78,11 +96,13 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
             in_branch=visit.in_branch,
             computation=visit.computation,
             ins=ins,
-            attention=attention,
+            attention=library if isinstance(library, AttentionPass) else None,
+            grouped=library if isinstance(library, GroupedPass) else None,
+            shape=None if library else _product_shape(visit.computation, ins),
         )
         for visit in executed(module)
         for ins in visit.computation
-        for flops, attention in [_kernel(visit.computation, ins)]
+        for flops, library in [_kernel(visit.computation, ins)]
         if flops
     )
 
@@ -270,29 +290,63 @@ def _flops(computation: Computation, ins: Instruction) -> int:
     return _kernel(computation, ins)[0]
 
 
-def _kernel(computation: Computation, ins: Instruction) -> tuple[int, AttentionPass | None]:
-    """Return the matmul FLOPs of an instruction, and the kernel if it is attention of a library."""
-    if ins.opcode == "dot":
-        return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", ""))), None
+def _kernel(computation: Computation, ins: Instruction) -> tuple[int, AttentionPass | GroupedPass | None]:
+    """Return the matmul FLOPs of an instruction, and the kernel if it is attention or a grouped matmul of a library."""
     if ins.opcode == "convolution":
         return _convolution_flops(computation, ins), None
-    target = ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
+    if (contracted := _contracted(ins)) is not None:
+        return _product_flops(computation, ins, contracted), None
+    target = _target(ins)
     if match := _ATTENTION.match(target):
         flops = _attention_flops(computation, ins, num_products=5 if match[1] else 2)
-        return flops, AttentionPass("cudnn", bool(match[1]))
-    if _GEMM.match(target):
-        numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
-        contracted = _dims(str(numbers.get("lhs_contracting_dimensions", "")))
-        return _product_flops(computation, ins, contracted), None
-    if target.endswith((".triton", "mosaic_gpu_v2")) and (flops := flash.product_flops(ins.metadata.op_name) or 0):
-        num_products = _flash_products(computation, ins)
-        return flops * num_products, AttentionPass("mosaic" if "mosaic" in target else "triton", num_products > 2)
-    if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
+        return flops, AttentionPass("cudnn", bool(match[1]), _attention_size(computation, ins))
+    name, op_name = "mosaic" if target.startswith("mosaic_gpu") else "triton", ins.metadata.op_name
+    if target.endswith((".triton", "mosaic_gpu_v2")) and (flops := flash.product_flops(op_name) or 0):
+        num_products, query = _flash_products(computation, ins), _array(computation, ins, 0)
+        kernel: AttentionKernel = "mosaic" if name == "mosaic" else "triton"
+        sizes = AttentionSize() if query is None else AttentionSize(query.dims[-1], query.dims[-3])
+        # The kernels for the gradients of queries (3), and of keys and values (4), do the work of a kernel with 5.
+        repetition = (3 + 4) / 5 if num_products in (3, 4) else 1.0
+        return flops * num_products, AttentionPass(kernel, num_products > 2, sizes, repetition)
+    if target.startswith(("mosaic_gpu", "triton_kernel_call")) and (rows := _GROUPED.search(op_name)):
         # A group's weight is [d, f], among the operands or the results.
         arrays = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
-        weights = (array.dims for array in (*arrays, *ins.shape.leaves()) if len(array.dims) == 3)
-        return 2 * int(rows[1]) * math.prod(next(weights, (0,))[1:]), None
+        weights = next((array.dims for array in (*arrays, *ins.shape.leaves()) if len(array.dims) == 3), (0,))
+        return 2 * int(rows[1]) * math.prod(weights[1:]), GroupedPass(name, rows[2], weights[0])
     return 0, None
+
+
+def _target(ins: Instruction) -> str:
+    return ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
+
+
+def _contracted(ins: Instruction) -> list[int] | None:
+    """Return the contracted dims of the first operand of a matmul, or None for other instructions."""
+    if ins.opcode == "dot":
+        return _dims(ins.attributes.get("lhs_contracting_dims", ""))
+    if not _GEMM.match(_target(ins)):
+        return None
+    numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
+    return _dims(str(numbers.get("lhs_contracting_dimensions", "")))
+
+
+def _product_shape(computation: Computation, ins: Instruction) -> tuple[int, int, int] | None:
+    """Return (m, k, n) of a matmul of two matrices with one contracted dim, or None."""
+    contracted, lhs, out = _contracted(ins), _array(computation, ins, 0), next(ins.shape.leaves(), None)
+    if contracted is None or len(contracted) != 1 or lhs is None or out is None or len(lhs.dims) != 2:
+        return None
+    k = lhs.dims[contracted[0]]
+    m = lhs.size // k if k else 0
+    return (m, k, out.size // m) if m else None
+
+
+def _attention_size(computation: Computation, ins: Instruction) -> AttentionSize:
+    """Return the sizes of cuDNN's attention."""
+    query, config = _array(computation, ins, 0), _nested(ins.backend_config, "cudnn_fmha_backend_config")
+    scores = _nested(config, "intermediate_tensor_shape").get("dimensions")
+    if query is None or not isinstance(scores, list) or not scores:
+        return AttentionSize()
+    return AttentionSize(query.dims[-1], int(str(scores[-1])), "CAUSAL" in str(config.get("mask_type", "")))
 
 
 def _flash_products(computation: Computation, ins: Instruction) -> int:

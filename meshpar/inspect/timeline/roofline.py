@@ -2,7 +2,8 @@
 
 A kernel is an instruction that the GPU runs: a fusion, a library call, a copy. FLOPs are counted for matmuls. Their
 rate (`hardware.clusters.Rates`) depends on the operand type: tensor cores for 16 bits and fewer, the float32 units for
-more bits (TF32 is not assumed). Fused attention has separate rates. Memory traffic counts each input and output once:
+more bits (TF32 is not assumed). Fused attention and tokamax's grouped matmuls have separate rates.
+Memory traffic counts each input and output once:
 a sliced operand counts as the slice, and a buffer that is updated in place counts as the update. If a profile has the
 launch time (`meshpar bench gpu`), no kernel is shorter. Caches and element-wise arithmetic are not modelled, so small
 kernels take longer than estimated.
@@ -65,7 +66,7 @@ class Roofline:
         products = list(self._products(computation, ins, MAX_HOPS))
         flops, computes_s = sum(flops for flops, _ in products), sum(time_s for _, time_s in products)
         moved = sum(self._operands(computation, ins)) + self._written(computation, ins)
-        moves_s = moved / self._rates.gpu.memory_bytes_per_s
+        moves_s = moved / self._rates.memory_bytes_per_s
         works_s = max(computes_s, moves_s)
         # Instructions without FLOPs and bytes are not launched.
         launch_s = max(self._launch_s - works_s, 0.0) if works_s else 0.0
@@ -81,15 +82,21 @@ class Roofline:
         """Yield (FLOPs, seconds) of each matmul or attention kernel in an instruction."""
         product = self._matmuls.get((computation.name, ins.name))
         if product is not None:
-            if product.attention is None:
-                rate = self._rates.product_flops_per_s(_widest(computation, ins), product.flops)
-            else:
-                rate = self._rates.gpu.attention_flops_per_s(product.attention.kernel)[product.attention.is_backward]
-            yield product.flops, product.flops / rate
+            yield product.flops, product.flops / self._flops_per_s(product)
         for callee in runs(ins) if hops else ():
             inner = self._module.computations[callee]
             for inner_ins in inner:
                 yield from self._products(inner, inner_ins, hops - 1)
+
+    def _flops_per_s(self, product: work.Matmul) -> float:
+        if (attention := product.attention) is not None:
+            forward, backward = self._rates.attention_flops_per_s(attention.kernel, attention.size)
+            return (backward if attention.is_backward else forward) * attention.repetition
+        if (grouped := product.grouped) is not None:
+            n = max(product.flops / 2 / max(grouped.num_groups, 1), 1.0) ** (1 / 3)
+            return self._rates.grouped_flops_per_s(grouped.kernel, grouped.operand, n)
+        bits = _widest(product.computation, product.ins)
+        return self._rates.product_flops_per_s(bits, product.flops, product.shape)
 
     # Bytes
 

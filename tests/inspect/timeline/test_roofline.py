@@ -7,14 +7,20 @@ import dataclasses
 import pytest
 
 from meshpar.hardware.catalogue import GPUS
-from meshpar.hardware.clusters import Rates
+from meshpar.hardware.clusters import Rates, shape_key
+from meshpar.hardware.kernel_rates import interpolated
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.roofline import Roofline
 
 GPU = dataclasses.replace(
-    GPUS["h100"], bf16_flops_per_s=1e9, fp32_flops_per_s=1e8, memory_bytes_per_s=1e6, attention_rates=(5e8, 4e8)
+    GPUS["h100"],
+    bf16_flops_per_s=1e9,
+    fp32_flops_per_s=1e8,
+    memory_bytes_per_s=1e6,
+    memory_efficiency=1.0,
+    attention_rates=(5e8, 4e8),
 )
 """Slow and round: a megabyte takes a second."""
 PEAK = Rates(gpu=GPU, efficiency=1.0)
@@ -151,7 +157,8 @@ def test_cudnn_attention_flops(direction, products, mask, window, share):
 @pytest.mark.parametrize(("target", "rates"), [("mosaic_gpu_v2", (6e8, 3e8)), ("x.triton", (2e8, 1e8))])
 def test_kernels_of_tokamax_have_their_own_rates(target, rates):
     gpu = dataclasses.replace(FAST_MEMORY.gpu, mosaic_rates=(6e8, 3e8), triton_rates=(2e8, 1e8))
-    for operands, products, rate in (("q, k, k", 2, rates[0]), ("q, k, k, q", 2 + 1, rates[1])):
+    # The rate of the backward pass is for five matmuls. The two backward kernels have seven, and take as long.
+    for operands, products, rate in (("q, k, k", 2, rates[0]), ("q, k, k, q", 2 + 1, rates[1] * 7 / 5)):
         body = f"""
           q = bf16[64,8,16] parameter(0)
           k = bf16[64,2,16] parameter(1)
@@ -160,6 +167,46 @@ def test_kernels_of_tokamax_have_their_own_rates(target, rates):
         found = kernel(body, "k1", rates=dataclasses.replace(FAST_MEMORY, gpu=gpu))
         assert found.flops == products * 10**6
         assert found.time_s == pytest.approx(products * 1e6 / rate)
+
+
+@pytest.mark.parametrize("operand", ["product", "rows", "weights"])
+@pytest.mark.parametrize(("target", "kernel_name"), [("mosaic_gpu_v2", "mosaic"), ("triton_kernel_call_ffi", "triton")])
+def test_grouped_matmuls_of_tokamax_have_their_own_rates(operand, target, kernel_name):
+    shapes = {
+        "product": ("bf16[4096,64]", "bf16[8,64,32]", "bf16[4096,32]"),
+        "rows": ("bf16[4096,32]", "bf16[8,64,32]", "bf16[4096,64]"),
+        "weights": ("bf16[4096,64]", "bf16[4096,32]", "bf16[8,64,32]"),
+    }
+    x, y, out = shapes[operand]
+    body = f"""
+      x = {x} parameter(0)
+      y = {y} parameter(1)
+      ROOT k1 = {out} custom-call(x, y), custom_call_target="{target}", metadata={{op_name="a/tokamax_rows_4000_{operand}/b"}}
+    """  # noqa: E501
+    flops = 2 * 4000 * 64 * 32
+    measured = {f"{kernel_name} {operand}": {64: 1e8, 256: 3e8}}  # n of a group: the cube root of 1,024,000 is 101
+    found = kernel(body, "k1", rates=dataclasses.replace(FAST_MEMORY, grouped=measured))
+    n = (flops / 2 / 8) ** (1 / 3)
+    assert (found.flops, found.time_s) == (
+        flops,
+        pytest.approx(flops / interpolated(measured[f"{kernel_name} {operand}"], n)),
+    )
+    catalogue = GPUS["h100"].grouped_flops_per_s(kernel_name, operand, n)
+    rates = dataclasses.replace(FAST_MEMORY, copy_bytes_per_s=1e18)
+    assert kernel(body, "k1", rates=rates).time_s == pytest.approx(flops / catalogue)
+
+
+def test_matmul_shapes_that_were_measured_have_their_own_rates():
+    """The key has the dtype size, and the shape in the order of the matmul."""
+    body = """
+      x = bf16[64,32] parameter(0)
+      y = bf16[32,16] parameter(1)
+      ROOT k = bf16[64,16] dot(x, y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    """
+    rates = dataclasses.replace(FAST_MEMORY, shapes={shape_key(16, 64, 32, 16): 1e7, shape_key(8, 64, 32, 16): 1.0})
+    flops = 2 * 64 * 32 * 16
+    assert kernel(body, "k", rates=rates).time_s == pytest.approx(flops / 1e7)
+    assert kernel(body, "k", rates=FAST_MEMORY).time_s == pytest.approx(flops / 1e9)
 
 
 def test_opaque_kernel_costs_its_bytes():

@@ -29,6 +29,7 @@ GPU = dataclasses.replace(
     bf16_flops_per_s=1e9 / MATMUL_EFFICIENCY,  # so that products are expected to run at 1e9
     fp32_flops_per_s=1e8 / MATMUL_EFFICIENCY,
     memory_bytes_per_s=1e9,
+    memory_efficiency=1.0,
 )
 SLOW = Cluster(
     gpu=GPU,

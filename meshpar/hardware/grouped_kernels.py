@@ -1,0 +1,77 @@
+"""tokamax's kernels for grouped matmuls and their gradients, by GPU generation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshpar.hardware.clusters import VARIABLE, Cluster, parse_profile
+from meshpar.hardware.compile_target import target, target_profile
+
+OPERANDS = ("product", "rows", "weights")
+"""The results of a grouped matmul: its product, and the gradients for rows and weights."""
+KERNELS = ("mosaic", "triton")
+
+
+class GroupedKernels(NamedTuple):
+    """The kernel of each result of a grouped matmul: `mosaic` or `triton`."""
+
+    product: str
+    rows: str
+    weights: str
+
+    def __str__(self) -> str:
+        return ", ".join(f"{operand}: {kernel}" for operand, kernel in self._asdict().items())
+
+
+BY_GENERATION: Mapping[int, GroupedKernels] = {9: GroupedKernels(product="mosaic", rows="mosaic", weights="triton")}
+"""Major compute capability -> kernels. tokamax has no kernel for weight gradients on other generations.
+
+The evidence is measured: the times in tokamax 0.0.17's tuning files for an H100 (2026-07), which `kernel_rates.toml`
+summarizes, for balanced groups and at least 4,096 rows. Triton computes weight gradients 2.5 to 6.6 times as fast
+as Mosaic in all 22 shapes. Mosaic is the faster kernel in 16 of 21 shapes of the product (up to 6.9 times) and in 18 of
+21 of the gradient of rows (up to 4.3 times). In the only shape with 8 groups, Triton computes the product 1.5 times as
+fast. `meshpar bench gpu` measures both, and its profile replaces this table.
+"""
+
+
+def grouped_kernels() -> GroupedKernels | None:
+    """Return the kernels for the GPU that a program is traced for, or None if tokamax lacks a kernel.
+
+    The measured rates of a profile replace the table: the profile of `explain`, or of the variable `MESHPAR_CLUSTER`.
+    Without the packages of Triton, Mosaic computes all results.
+    """
+    capability = target()[1] or (9, 0)
+    table = BY_GENERATION.get(capability[0])
+    if table is None:
+        return None
+    profile = target_profile()
+    if profile is None and (path := os.environ.get(VARIABLE)):
+        profile = parse_profile(path)
+    measured = fastest(profile.grouped) if isinstance(profile, Cluster) else {}
+    chosen = table._replace(**measured)
+    return chosen if has_triton() else GroupedKernels(*("mosaic" for _ in chosen))
+
+
+def fastest(rates: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
+    """Return operand -> kernel with the highest median rate, for operands with rates of all kernels.
+
+    Example:
+      >>> fastest({"mosaic rows": {1024: 3e14}, "triton rows": {1024: 4e14}, "triton weights": {1024: 6e14}})
+      {'rows': 'triton'}
+    """
+    median = {key: statistics.median(by_size.values()) for key, by_size in rates.items() if by_size}
+    names = {operand: {kernel: f"{kernel} {operand}" for kernel in KERNELS} for operand in OPERANDS}
+    return {
+        operand: max(keys, key=lambda kernel, keys=keys: median[keys[kernel]])  # type: ignore[misc]
+        for operand, keys in names.items()
+        if median.keys() >= set(keys.values())
+    }
+
+
+def has_triton() -> bool:
+    """Return whether the packages that compile tokamax's Triton kernels are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "jax_triton"))
