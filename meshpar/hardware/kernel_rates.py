@@ -34,8 +34,8 @@ def interpolated(rates: Mapping[int, float], size: float) -> float:
     """Return the rate at a size, linear in the logarithm of the size and constant beyond the measured sizes.
 
     Example:
-      >>> interpolated({1024: 2e14, 4096: 4e14}, 2048) / 1e14
-      3.0
+      >>> round(interpolated({1024: 200.0, 4096: 400.0}, 2048), 3)
+      300.0
     """
     sizes = sorted(rates)
     return float(np.interp(math.log(max(size, 1)), [math.log(each) for each in sizes], [rates[each] for each in sizes]))

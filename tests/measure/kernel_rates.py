@@ -1,9 +1,8 @@
 """Rates of library kernels in tokamax's tuning files: `python -m tests.measure.kernel_rates`, with tokamax installed.
 
 Writes `meshpar/hardware/kernel_rates.toml` from the times in these files. tokamax measured bfloat16 kernels with the
-fastest parameters. FLOPs are those of the matmuls, half of them under a causal mask; the backward pass of attention
-has five. Grouped matmuls are sorted by the equivalent size n of a group (the cube root of its multiply-adds), in powers
-of two, and the median is written.
+fastest parameters. A causal mask halves the FLOPs. The backward pass of attention has five matmuls. The size n of a
+group is the cube root of its multiply-adds, as a power of two. Rates of the same size are reduced to their median.
 """
 
 from __future__ import annotations
