@@ -18,7 +18,7 @@ from meshpar.parallel.execution import ParamUsage
 _SAME = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy",
                    "sharding_constraint", "optimization_barrier", "reduce_precision", "expand_dims"})  # fmt: skip
 """Primitives that pass a parameter on unchanged."""
-_SLICES = frozenset({"slice", "dynamic_slice", "split"})
+_SLICES = frozenset({"slice", "dynamic_slice", "split", "unstack"})
 _WITHOUT_GRADIENT = frozenset({"stop_gradient"})
 
 

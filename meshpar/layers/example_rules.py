@@ -246,6 +246,16 @@ def _split(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     return out
 
 
+@_rule("unstack")
+def _unstack(flow: Flow, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    x, axis = operands[0], eqn.params["axis"]
+    if len(eqn.outvars) > 1:
+        _check_local(x, [axis], "it selects examples by their position in the batch")
+    dims = (*x.dims[:axis], *x.dims[axis + 1 :])
+    values = [None if x.known is None else np.take(x.known, index, axis) for index in range(len(eqn.outvars))]
+    return [dataclasses.replace(x, dims=dims, known=known, columns=()) for known in values]
+
+
 @_rule("rev")
 def _reverse(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
     x = operands[0]

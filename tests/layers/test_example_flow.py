@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,7 @@ INDEPENDENT = {
     "random mask and its sum": masked_at_random,
     "loop of each example": loop_of_each_example,
     "gradients limited per example": with_backward(lambda g: g / (1 + jnp.linalg.norm(g, axis=1, keepdims=True))),
+    "unpacked arrays": lambda w, x, y, i: jnp.multiply(*jnp.stack([x @ w, y])).sum(),
     "one element written": lambda w, x, y, i: x.at[jnp.arange(B), i].set(-1e9).sum(),
 }
 DEPENDENT = {
@@ -128,6 +131,7 @@ DEPENDENT = {
     "Fourier transform over the batch": lambda w, x, y, i: jnp.abs(jnp.fft.fft2(x)).sum(),
     "quantile": lambda w, x, y, i: jnp.quantile(x.sum(1), 0.5),
     "neighbours": lambda w, x, y, i: (jnp.roll(x, 1, 0) * y).sum(),
+    "unpacked examples": lambda w, x, y, i: sum(a * b for a, b in itertools.pairwise(x)).sum(),
     "halves": lambda w, x, y, i: (x[: B // 2] - x[B // 2 :]).sum(),
     "mean of a group": lambda w, x, y, i: (x.reshape(2, -1, D) - x.reshape(2, -1, D).mean(1, keepdims=True)).sum(),
     "mixup": lambda w, x, y, i: ((x + x[jax.random.permutation(jax.random.key(0), B)]) @ w).sum(),
