@@ -320,7 +320,10 @@ def _why_blocked(execution: Execution) -> str:
     if execution.low_precision:
         return "the only one for 8-bit matmuls"
     dtype = execution.compute or next((w.leaf.dtype.name for w in execution.weights if w.leaf.is_expert), "float32")
-    why = choose_grouped_matmul("cuda", dtype).why
+    choice = choose_grouped_matmul("cuda", dtype)
+    if choice.implementation != "blocked":
+        return "the model names it"
+    why = choice.why
     if grouped_kernels() is not None and not has_tokamax():
         why += "; with the extras cuda12 or cuda13 the pod runs a different program"
     return why

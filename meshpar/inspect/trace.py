@@ -165,8 +165,7 @@ class Trace(Printed, Plain):
         from rich.console import Group
 
         title = f"{self.source}: {self.steps} steps of {self.program} on {self.devices} devices"
-        title += f"; {self.method}" * bool(self.method)
-        shown = [title, _facts(self)]
+        shown = [title, *filter(None, [self.method]), _facts(self)]
         if self.collectives:
             shown.append(_table("collectives", _COLLECTIVES, list(map(_cells, self.collectives))))
         if self.kernels:
