@@ -127,12 +127,14 @@ class StepTiming(Plain):
         yield _row("first step, with compilation", human_time, self.first_step_s)
         if self.tokens is not None:
             yield _row("tokens/s", lambda x: f"{x:,.0f}", self.tokens_per_s, predicted_s and self.tokens / predicted_s)
-        for words, flops in (("causal attention", self.causal_flops), ("full attention", self.full_flops)):
+        # Without the formula of a decoder, the FLOPs are counted in the program.
+        words = (", causal attention", ", full attention") if self.full_flops is not None else ("", "")
+        for suffix, flops in zip(words, (self.causal_flops, self.full_flops), strict=True):
             if flops is not None:
                 rates = (step_s and flops / step_s / self.num_devices for step_s in (self.median_s, predicted_s))
-                yield _row(f"FLOP/s per device, {words}", lambda x: si(x, "FLOP/s"), *rates)
+                yield _row(f"FLOP/s per device{suffix}", lambda x: si(x, "FLOP/s"), *rates)
                 uses = (self._utilization(flops, step_s) for step_s in (self.median_s, predicted_s))
-                yield _row(f"utilization, {words}", lambda x: f"{x:.1%}", *uses)
+                yield _row(f"utilization{suffix}", lambda x: f"{x:.1%}", *uses)
         yield _row("peak memory per device", human_bytes, self.peak_bytes, self.predicted_peak_bytes)
 
 

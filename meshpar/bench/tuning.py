@@ -31,6 +31,7 @@ from meshpar.inspect.memory import limit_bytes
 from meshpar.inspect.program import memory_of
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline.simulator import timeline
+from meshpar.runs.compile_cache import cache_location, keeping_programs
 from meshpar.runs.recipe import Recipe
 from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.tuned import MeasuredProgram, Tuned
@@ -183,6 +184,7 @@ def tune(
     seconds: float = 300.0,
     devices: Sequence[jax.Device] | None = None,
     options: Sequence[Option] = OPTIONS,
+    compile_cache: str | Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Tuning:
     """Search for faster options of a recipe by measurement on the local devices.
@@ -197,6 +199,8 @@ def tune(
       seconds: time limit. No compilation and no measurement starts that would exceed it.
       devices: devices of the mesh; by default all.
       options: the options to try, by default `OPTIONS`.
+      compile_cache: folder or URL for compiled programs, as in `mp.run`. A run with the same cache loads the measured
+        program, and its compiler does not measure kernels again.
       progress: receives a line about each phase.
 
     Raises:
@@ -209,7 +213,10 @@ def tune(
     check_number("tune", "300", seconds=seconds)
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))
-    return _Search(recipe, float(seconds), devices, progress).run(options)
+    search = _Search(recipe, float(seconds), devices, progress)
+    platform = search.main.devices.flat[0].platform
+    with keeping_programs(cache_location(compile_cache, platform=platform, folder=None, warn=progress)):
+        return search.run(options)
 
 
 def alternatives(
@@ -300,11 +307,18 @@ class _Search:
     ) -> None:
         self.recipe, self.limit_s, self.given_devices, self.progress = recipe, limit_s, devices, progress
         self.started = time.perf_counter()
-        self.base = _Trial("", ())
+        self.main = Variant.of(recipe, (), devices)
+        self.base = _Trial("", (), self.main)
+        self.longest_compile_s = 0.0
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started
+
+    @property
+    def reserve_s(self) -> float:
+        """Time of the last measurement: compile a combination, and measure it and its best part next to the recipe."""
+        return 1.5 * self.longest_compile_s + 3 * (MIN_ROUNDS + 1) * self.block_s
 
     def fits(self, seconds: float, limit_s: float | None = None) -> bool:
         """Return whether an action of this duration ends within the limit, by default the limit of the search."""
@@ -313,7 +327,6 @@ class _Search:
     def run(self, options: Sequence[Option]) -> Tuning:
         base = self.base
         self.progress("compiling and measuring the recipe")
-        self.main = base.variant = Variant.of(self.recipe, (), self.given_devices)
         mesh = self.main.setup.given_mesh
         assert isinstance(mesh, jax.sharding.Mesh)
         self._compile(base)
@@ -322,8 +335,6 @@ class _Search:
         base_s = min(self._steps(self.main, 3)[1:])
         self.block_steps = min(max(math.ceil(MIN_BLOCK_S / base_s), MIN_BLOCK_STEPS), MAX_BLOCK_STEPS)
         self.block_s = self.block_steps * base_s
-        # The last measurement: the program of all chosen options, and two programs next to the recipe's.
-        self.reserve_s = 1.5 * (base.compile_s or 0) + 3 * (MIN_ROUNDS + 1) * self.block_s
         platform = self.main.devices.flat[0].platform
         trials = [_Trial(*alternative) for alternative in alternatives(self.recipe, platform, options)]
         self._compile_all(trials)
@@ -356,6 +367,8 @@ class _Search:
         lowered, start = variant.lowered, time.perf_counter()
         compiled = lowered.compile()
         trial.compile_s = time.perf_counter() - start
+        # The recipe's program may come from the cache, so its time is not an estimate for all programs.
+        self.longest_compile_s = max(self.longest_compile_s, trial.compile_s)
         memory = memory_of(compiled.memory_analysis())
         trial.peak_bytes = sum(memory[f"{kind}_bytes"] for kind in ("argument", "output", "temporary"))
         trial.peak_bytes -= memory["alias_bytes"]
@@ -370,7 +383,7 @@ class _Search:
         limit_s = COMPILE_SHARE * self.limit_s
 
         def compile_in_time(trial: _Trial) -> None:
-            if not self.fits(1.5 * (self.base.compile_s or 0), limit_s):
+            if not self.fits(1.5 * self.longest_compile_s, limit_s):
                 trial.outcome = "not compiled: no time"
                 return
             with trial.reported():
@@ -378,7 +391,7 @@ class _Search:
 
         with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
             for trial in trials:
-                if not self.fits(1.5 * (self.base.compile_s or 0), limit_s):
+                if not self.fits(1.5 * self.longest_compile_s, limit_s):
                     trial.outcome = "not compiled: no time"
                     continue
                 with trial.reported():

@@ -27,11 +27,16 @@ from meshpar.cli.main import (
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False), help="Save the result for `meshpar train --tuned FILE`."
 )
+@click.option(
+    "--compile-cache", metavar="DIR",
+    help="Folder or URL for compiled programs, which `train` loads, or none. Default: none on CPUs, otherwise "
+    "~/.cache/meshpar/programs.",
+)  # fmt: skip
 @hf_option
 @devices_option
 def tune(
-    recipe: str, assignments: tuple[str, ...], as_json: bool, seconds: float, save: str | None, from_hf: str | None,
-    devices: int | None,
+    recipe: str, assignments: tuple[str, ...], as_json: bool, seconds: float, save: str | None,
+    compile_cache: str | None, from_hf: str | None, devices: int | None,
 ) -> None:  # fmt: skip
     """Search for faster options of a recipe: `meshpar tune recipes/gpt_stdlib.py --save tuned.json`.
 
@@ -58,7 +63,7 @@ def tune(
         if sys.stderr.isatty():
             click.echo(line, err=True)
 
-    tuning = search(config, seconds=seconds, devices=selected, progress=show)
+    tuning = search(config, seconds=seconds, devices=selected, compile_cache=compile_cache, progress=show)
     if save:
         tuning.tuned().save(save)
         click.echo(f"saved {save}: {tuning.tuned()}", err=True)

@@ -32,7 +32,7 @@ _CONFIG: Any = jax.config  # These options have no static types.
 
 
 def cache_location(
-    option: str | os.PathLike[str] | None, *, platform: str, folder: RunFolder, warn: Callable[[str], None]
+    option: str | os.PathLike[str] | None, *, platform: str, folder: RunFolder | None, warn: Callable[[str], None]
 ) -> str | None:
     """Create the folder in which a run keeps its compiled programs. All processes must call it.
 
@@ -48,7 +48,7 @@ def cache_location(
     Args:
       option: a folder, a URL, "none", or None for the default.
       platform: platform of the devices, such as "gpu".
-      folder: the run folder.
+      folder: the run folder; None for a single process without a run.
       warn: receives the reason if the default folder cannot be used.
 
     Returns:
@@ -63,7 +63,7 @@ def cache_location(
         return _CONFIG.jax_compilation_cache_dir if _CONFIG.jax_enable_compilation_cache else None
     if platform == "cpu":
         return None
-    if this_pod() is not None:
+    if folder is not None and this_pod() is not None:
         if folder.url is not None:
             return remote.join(folder.url.rpartition("/")[0], SHARED_FOLDER)
         return _checked(str(folder.local.parent / SHARED_FOLDER))

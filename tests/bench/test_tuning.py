@@ -73,7 +73,8 @@ def search(monkeypatch) -> Callable[..., tuning.Tuning]:
 
         def compiled(self, trial):
             clock.now += COMPILE_S
-            trial.compile_s, trial.peak_bytes = COMPILE_S, (peaks or {}).get(trial.changes, 0)
+            self.longest_compile_s = trial.compile_s = COMPILE_S
+            trial.peak_bytes = (peaks or {}).get(trial.changes, 0)
             if predictions is not None:
                 trial.step_s = STEP_S * predictions.get(trial.changes, 1)
 
@@ -232,17 +233,19 @@ def test_tuned_options_are_used_by_train(meshpar, tmp_path, monkeypatch) -> None
     """With real programs and times. The options that are faster depend on the machine."""
     monkeypatch.chdir(tmp_path)
     recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
-    small = ("batch_size=2", "data.seq_len=64", "model.num_layers=1", "optimizer.warmup_steps=0")
-    fields = ("--devices", 1, *(word for field in small for word in ("--set", field)))
+    small = ("steps=2", "batch_size=2", "data.seq_len=64", "model.num_layers=1", "optimizer.warmup_steps=0")
+    fields = ("--devices", 1, "--compile-cache", "cache", *(word for field in small for word in ("--set", field)))
     code, out, err = meshpar("tune", recipe, *fields, "--seconds", 60, "--save", "tuned.json", "--json")
     assert code == 0, err
     found, saved = json.loads(out), json.loads((tmp_path / "tuned.json").read_text())
     assert saved["settings"] == found["settings"]
     assert {a["outcome"] for a in found["alternatives"]} & {"measured", "chosen"}
-    args = ("--steps", 2, "--name", "x", "--set", "sample=none", "--tuned", "tuned.json")
+    programs = {*(tmp_path / "cache").glob("jit__step-*")}
+    args = ("--name", "x", "--set", "sample=none", "--tuned", "tuned.json")
     code, out, err = meshpar("train", recipe, *fields, *args)
     assert code == 0, err
     assert "tuned" in out
+    assert programs == {*(tmp_path / "cache").glob("jit__step-*")} != set()  # the step was not compiled again
     code, out, err = meshpar("train", recipe, *fields, *args, "--set", "model.mlp_dim=128")
     assert code == 2
     assert "was measured, and the program of the recipe is" in err
