@@ -24,7 +24,7 @@ from meshpar.cli.main import check_output_file, output_options, prepare_devices,
 )
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
-    help="Add the measured rates of matmuls, attention and links to a cluster profile.",
+    help="Add the measured rates of kernels and links to a cluster profile.",
 )  # fmt: skip
 @output_options
 def trace(file: str, cluster: str | None, mesh: str | None, top: int, save: str | None, as_json: bool) -> None:

@@ -87,10 +87,8 @@ class ProgramKernel:
     phase: str
     """`forward`, `backward`, `optimizer` or `other`."""
     source: str
-    sizes: tuple[int, ...] = ()
-    """Dims of the result of the largest matmul."""
-    is_backward_attention: bool = False
-    """True for a library kernel of the backward pass of attention."""
+    product: work.Matmul | None = None
+    """The largest matmul, or the library kernel of attention."""
 
     @property
     def bits(self) -> int:
@@ -183,8 +181,9 @@ def reasons(
             return ""
         if is_float32(kernel):
             return f"{dtype_text(kernel.dtypes)} operands: tensor cores need 16 or 8 bits"
-        if kernel.implementation == LOOP:
-            is_vector = math.prod(kernel.sizes) == max(kernel.sizes, default=1)
+        if kernel.implementation == LOOP and kernel.product is not None:
+            sizes = next(kernel.product.ins.shape.leaves()).dims
+            is_vector = math.prod(sizes) == max(sizes, default=1)
             return "a matrix-vector product" if is_vector else "XLA fused it with element-wise operations"
         if not is_autotuned and kernel.implementation == "Triton":
             return "not autotuned without a GPU"
@@ -304,13 +303,11 @@ class _Listing:
         if product is not None:
             operands = (product.computation[name].shape.leaves() for name in product.ins.operands[:2])
             dtypes = tuple(next(shape).dtype for shape in operands)
-        attention = None if product is None else product.attention
         return ProgramKernel(
             name=ins.name, computation=computation.name, kind=kind, implementation=implementation, dtypes=dtypes,
             count=0, flops=0, time_s=0, moved_bytes=0, module=scopes.module_path(origin.metadata.op_name),
             phase=scopes.phase(origin.metadata.op_name), source=scopes.source(self._module, origin),
-            sizes=() if product is None else next(product.ins.shape.leaves()).dims,
-            is_backward_attention=attention is not None and attention.is_backward,
+            product=product,
         )  # fmt: skip
 
     def _classify(

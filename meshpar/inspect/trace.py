@@ -32,6 +32,7 @@ from meshpar.inspect.census import Collective, census
 from meshpar.inspect.hlo.parser import Module
 from meshpar.inspect.kernels import ProgramKernel, dtype_text, program_kernels
 from meshpar.inspect.schedule_counts import ScheduleCounts
+from meshpar.inspect.timeline.program_work import Matmul
 from meshpar.inspect.timeline.simulator import Timed, Timeline, timeline
 from meshpar.inspect.trace_file import Event, TraceData, find, load
 from meshpar.schedules import Schedule
@@ -117,7 +118,8 @@ class MeasuredKernel(Plain):
     """Matmul FLOPs."""
     moved_bytes: float = 0.0
     """Bytes that the kernel reads and writes, as in the prediction."""
-    is_backward_attention: bool = False
+    product: Matmul | None = dataclasses.field(default=None, repr=False)
+    """The matmul of the instruction. Not part of the JSON."""
     derived = ("ratio",)
 
     @property
@@ -332,7 +334,7 @@ class _Program:
             kind=kernel.kind, implementation=kernel.implementation if self.is_gpu else "",
             dtypes=dtype_text(kernel.dtypes), module=kernel.module, phase=kernel.phase,
             predicted_s=kernel.time_s if self.is_predicted else None, program_count=kernel.count, flops=kernel.flops,
-            moved_bytes=kernel.moved_bytes, is_backward_attention=kernel.is_backward_attention, **measured,
+            moved_bytes=kernel.moved_bytes, product=kernel.product, **measured,
         )  # fmt: skip
 
     def collective(self, name: str, time: _Time, runs: int) -> MeasuredCollective:

@@ -126,7 +126,8 @@ def test_kernel_is_recognized(name):
     assert (kernel.kind, kernel.implementation, kernels.dtype_text(kernel.dtypes)) == (kind, implementation, dtypes)
     assert kernel.time_s > 0
     assert kernel.phase == ("optimizer" if "update" in kernel.module else "backward" if name == "swiglu" else "forward")
-    assert kernel.is_backward_attention == (name in ("cudnn_backward", "tokamax_mosaic"))
+    attention = None if kernel.product is None else kernel.product.attention
+    assert (attention is not None and attention.is_backward) == (name in ("cudnn_backward", "tokamax_mosaic"))
 
 
 def test_softmax_belongs_to_attention():

@@ -55,7 +55,7 @@ class Roofline:
         """Peak FLOP/s for the dtype with most matmul FLOPs in the program. For 8-bit dtypes it is the bfloat16 peak."""
         flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
         for matmul in work.matmuls(self._module):
-            peak = self._rates.peak_flops_per_s(max(_widest(matmul.computation, matmul.ins), 16))
+            peak = self._rates.peak_flops_per_s(max(widest(matmul.computation, matmul.ins), 16))
             flops[peak] = flops.get(peak, 0) + matmul.flops_per_step
         return max(flops, key=lambda peak: flops[peak])
 
@@ -95,7 +95,7 @@ class Roofline:
         if (grouped := product.grouped) is not None:
             n = max(product.flops / 2 / max(grouped.num_groups, 1), 1.0) ** (1 / 3)
             return self._rates.grouped_flops_per_s(grouped.kernel, grouped.operand, n)
-        bits = _widest(product.computation, product.ins)
+        bits = widest(product.computation, product.ins)
         return self._rates.product_flops_per_s(bits, product.flops, product.shape)
 
     # Bytes
@@ -192,7 +192,7 @@ def _nbytes(part: Shape, of: ArrayShape) -> int:
     return -(-size * dtype_bits(of.dtype) // 8)
 
 
-def _widest(computation: Computation, product: Instruction) -> int:
+def widest(computation: Computation, product: Instruction) -> int:
     """Return the larger bit width of a matmul's two operands."""
     leaves = (leaf for name in product.operands[:2] for leaf in computation[name].shape.leaves())
     return max((dtype_bits(leaf.dtype) for leaf in leaves), default=0)
