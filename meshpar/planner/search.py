@@ -367,14 +367,15 @@ class Search:
         return (mesh for mesh in meshes if math.prod(mesh.values()) == num_devices)
 
     def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
-        """Yield the strategies of a mesh under which the loss can be evaluated."""
+        """Yield the strategies of a mesh under which the loss can be evaluated, and that the layers support."""
         work = self.workload
         space = SearchSpace(
             sizes=sizes, examples=work.examples, seq_len=work.seq_len, num_layers=work.num_layers,
             is_node_first=work.nodes_visited is not None,
         )  # fmt: skip
         for strategy in candidates(space):
-            if work.is_divisible or (strategy.pipeline is None and strategy.quantize is None):
+            divides = strategy.pipeline is not None or strategy.quantize is not None
+            if (work.is_divisible or not divides) and not (work.is_unrolled and strategy.prefetched_axes):
                 yield strategy
 
     def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Candidate]:

@@ -30,7 +30,7 @@ from meshpar.layers.auxiliary import checked
 from meshpar.layers.losses import LossTerms, ScalarLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics, products
 from meshpar.layers.remat import REMAT_POLICIES
-from meshpar.layers.scan import StageRunner, running, scanned
+from meshpar.layers.scan import Layer, StageRunner, is_unrolled, running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.grouped import COUNTED, choose_grouped_matmul
@@ -130,6 +130,8 @@ class Workload:
     """Saved activations by policy. The key `stages` is for layers that are run by pipeline stages, without a policy."""
     runs_layers: bool
     """Whether the model uses `scan_layers`, which rematerialization and batch slices require."""
+    is_unrolled: bool
+    """Whether `scan_layers` runs several layers in an iteration, which prefetch does not support."""
     looks_up: bool
     """Whether the model uses `models.embedding_lookup`."""
     experts_per_token: int
@@ -246,7 +248,7 @@ def describe(
         experts_per_token, looks_up = _experts_per_token(forward_jaxpr, leaves), has_scope(forward_jaxpr, GATHERED)
         routed = _expert_flops(forward_jaxpr, leaves) * experts_per_token * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(forward_jaxpr) / marker + routed, _vocab_chunk(forward_jaxpr, leaves)
-        counted, activations, runs_layers = _by_policy(
+        counted, activations, stacks = _by_policy(
             functools.partial(value_of, described, loss, precision),
             arrays,
             labelled,
@@ -278,7 +280,8 @@ def describe(
         scores_bytes=products.largest_bytes / marker, model_flops=3 * forward,
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker,
         activations=activations,
-        runs_layers=runs_layers, looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
+        runs_layers=bool(stacks), is_unrolled=any(map(is_unrolled, stacks)),
+        looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
         vocab_chunk=vocab_chunk, nodes_visited=nodes_visited, row_bytes=row_bytes,
         replicated_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
@@ -296,16 +299,16 @@ def _by_policy(
     examples: int,
     itemsize: int,
     policies: Sequence[Remat],
-) -> tuple[dict[Remat, _Counts], dict[Remat | Literal["stages"], tuple[Activation, ...]], bool]:
-    """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
+) -> tuple[dict[Remat, _Counts], dict[Remat | Literal["stages"], tuple[Activation, ...]], list[Layer]]:
+    """Return FLOPs and saved activations by policy, and the layers of each call of `scan_layers`.
 
     `value` returns the loss function for a policy, `arrays` are its arguments, `labelled` converts saved arrays to
     activations. `examples` is the number of examples, and `itemsize` the size of the compute dtype.
     """
-    scans: list[Any] = []
+    stacks: list[Layer] = []
 
-    def run(layer: Any, x: Any, examples: Any) -> Any:
-        scans.append(layer)
+    def run(layer: Layer, x: Any, examples: Any) -> Any:
+        stacks.append(layer)
         return scanned(layer, x, examples)
 
     counted: dict[Remat, _Counts] = {}
@@ -315,7 +318,7 @@ def _by_policy(
         activations[remat] = tuple(labelled(saved, is_all=remat is None))
     with running(StageRunner(run)):
         _, saved = _saved(value(None), arrays, examples, itemsize)
-    return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
+    return counted, {**activations, "stages": tuple(labelled(saved, is_all=True))}, stacks
 
 
 def _decision(leaf: Leaf, spec: PartitionSpec = PartitionSpec()) -> Decision:  # noqa: B008
