@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -442,12 +443,19 @@ def gpu_of_kind(device_kind: str) -> Gpu | None:
 
 
 def cluster_here(devices: Sequence[Any]) -> Cluster | None:
-    """Return the local GPUs as a cluster, or None if they are not in the catalogue."""
+    """Return the local GPUs as a cluster, or None if they are not in the catalogue.
+
+    A profile of the same GPU in `MESHPAR_CLUSTER` replaces rates and links of the catalogue.
+    """
     gpu = gpu_of_kind(devices[0].device_kind) if len(devices) else None
     if gpu is None:
         return None
-    nodes = len({device.process_index for device in devices})
-    return cluster_of(gpu, nodes=nodes, gpus_per_node=-(-len(devices) // nodes))
+    num_nodes = len({device.process_index for device in devices})
+    sizes = {"nodes": num_nodes, "gpus_per_node": -(-len(devices) // num_nodes)}
+    profile = parse_profile(path) if (path := os.environ.get(VARIABLE)) else None
+    if isinstance(profile, Cluster) and profile.gpu == gpu:
+        return dataclasses.replace(profile, **sizes)
+    return cluster_of(gpu, **sizes)
 
 
 def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 
 import pytest
 
@@ -221,3 +222,20 @@ def test_cluster_layout_counts_nodes_and_ranks_per_node():
         cluster.layout(["tensr"], mesh)
     with raises("out-of-range"):
         cluster.layout(["data"], {"data": 16})
+
+
+def test_local_gpus_have_the_rates_of_a_profile_for_the_same_gpu(tmp_path, monkeypatch):
+    file = tmp_path / "my.json"
+    profile = dataclasses.replace(parse_cluster("h100:4x8"), products={1024: 3e14}, source="measured")
+    profile.save(file)
+    monkeypatch.setenv(hardware.VARIABLE, str(file))
+    here = {
+        name: hardware.cluster_here(
+            [types.SimpleNamespace(device_kind=GPUS[name].device_kinds[0], process_index=0)] * 2
+        )
+        for name in ("h100", "a100")
+    }
+    assert here["h100"] == dataclasses.replace(profile, nodes=1, gpus_per_node=2)
+    assert here["a100"] == parse_cluster("a100:1x2")
+    monkeypatch.delenv(hardware.VARIABLE)
+    assert hardware.cluster_here([types.SimpleNamespace(device_kind="cpu", process_index=0)]) is None
