@@ -451,11 +451,11 @@ def cluster_here(devices: Sequence[Any]) -> Cluster | None:
     if gpu is None:
         return None
     num_nodes = len({device.process_index for device in devices})
-    sizes = {"nodes": num_nodes, "gpus_per_node": -(-len(devices) // num_nodes)}
+    default = cluster_of(gpu, nodes=num_nodes, gpus_per_node=-(-len(devices) // num_nodes))
     profile = parse_profile(path) if (path := os.environ.get(VARIABLE)) else None
     if isinstance(profile, Cluster) and profile.gpu == gpu:
-        return dataclasses.replace(profile, **sizes)
-    return cluster_of(gpu, **sizes)
+        return dataclasses.replace(profile, nodes=default.nodes, gpus_per_node=default.gpus_per_node)
+    return default
 
 
 def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
