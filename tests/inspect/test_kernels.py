@@ -11,7 +11,9 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli.explain_command import Explained
+from meshpar.collectives import cudnn
 from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.compile_options import NO_GRAPHS
 from meshpar.hardware.compile_target import KernelChoice
 from meshpar.inspect import explain as explain_module
 from meshpar.inspect import kernels
@@ -252,7 +254,7 @@ def test_recipe_declares_the_checked_rules():
         )  # fmt: skip
 
 
-def with_heads(head_dim, **options):
+def with_heads(head_dim, xla=None, **options):
     """A decoder with a layer, compiled for an H100: its report."""
     config = mp.models.TransformerConfig(
         vocab_size=512,
@@ -264,7 +266,7 @@ def with_heads(head_dim, **options):
         mlp_dim=512,
         **options,
     )
-    step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"))
+    step = mp.train_step(mp.models.next_token_loss, precision=mp.Precision(compute="bfloat16"), xla=xla or {})
     mesh = mp.MeshSpec(data=1).abstract(devices=1)
     state = mp.abstract_state(config.build(), mp.optim.muon(1e-3), mesh=mesh, strategy=mp.ddp())
     batch = {name: jax.ShapeDtypeStruct((2, 512), np.int32) for name in ("inputs", "targets")}
@@ -283,9 +285,19 @@ def with_heads(head_dim, **options):
     ],
 )
 def test_compiled_decoder_lists_its_attention(head_dim, options, implementation, rules):
+    if implementation == "cuDNN" and (missing := cudnn.missing_cudnn()):
+        pytest.skip(missing)
     report = with_heads(head_dim, **options)
     found = [row for row in report.kernel_list if row.kind == "attention" and row.flops]
     assert {row.implementation for row in found} == {implementation}
     assert [finding.rule for finding in report.findings if finding.rule in kernels.CHECKED_RULES] == rules
     assert all(row.reason for row in found) == (implementation != "cuDNN")
     assert any(row.kind == "matmul" and row.dtypes == "bf16" for row in report.kernel_list)
+
+
+@pytest.mark.pod
+def test_program_without_cuda_graphs_has_the_same_kernels():
+    usual, graphless = (with_heads(128, xla, attention="blockwise") for xla in ({}, NO_GRAPHS))
+    assert graphless.compile_options["xla_gpu_enable_command_buffer"] == ""
+    assert graphless.kernel_list == usual.kernel_list
+    assert graphless.fingerprint != usual.fingerprint
