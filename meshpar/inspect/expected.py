@@ -40,9 +40,12 @@ def scopes_above(setup: Setup) -> int | None:
     `source_scopes.rule_for` removes these scopes from module paths. Trace a step before the call, because tracing
     detects the constraints.
     """
-    if not setup.has_free_activations:
-        return None
-    return 2 if setup.model.kind == "linen" else 1  # Linen's outermost module adds a scope named after its class
+    return num_outer_scopes(setup) if setup.has_free_activations else None
+
+
+def num_outer_scopes(setup: Setup) -> int:
+    """Return how many named scopes enclose the model. Linen's outermost module adds a scope named after its class."""
+    return 2 if setup.model.kind == "linen" else 1
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------------------

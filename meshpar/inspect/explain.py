@@ -20,7 +20,7 @@ from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.hardware.grouped_kernels import grouped_kernels
 from meshpar.inspect import example_collectives
 from meshpar.inspect.census import Collective, census, on_stage
-from meshpar.inspect.expected import expected_by_stage, scopes_above
+from meshpar.inspect.expected import expected_by_stage, num_outer_scopes, scopes_above
 from meshpar.inspect.function import explain_function
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.kernels import ProgramKernel, kernel_findings, kernel_rows, program_kernels, reasons
@@ -190,7 +190,7 @@ def _explain(
     kernels: tuple[ProgramKernel, ...] = ()
     if times is not None and cluster is not None:
         kernels = program_kernels(program.module, cluster, counts)
-        findings += kernel_findings(kernels, execution, choices, setup.strategy.activations, scopes_above(setup))
+        findings += kernel_findings(kernels, execution, choices, setup.strategy.activations, num_outer_scopes(setup))
     why = reasons(choices, grouped_why=_why_blocked(execution), is_autotuned=compiler is compile_here)
     return Report(
         devices=setup.mesh.size,

@@ -198,12 +198,12 @@ def kernel_findings(
     execution: Execution,
     choices: Mapping[str, KernelChoice],
     activations: Rules,
-    scopes_above: int | None = None,
+    outer_scopes: int = 1,
 ) -> Iterator[Finding]:
     """Yield a finding for each module with unfused attention or float32 matmuls, in a step that computes in 16 bits.
 
     Attention that the model names (`attention="blockwise"`) and modules with a precision rule are intended. The
-    matmuls of the optimizer have their own precision.
+    matmuls of the optimizer have their own precision. `outer_scopes` is the number of named scopes around the model.
     """
     if not _computes_in_16_bits(kernels, execution):
         return
@@ -224,8 +224,9 @@ def kernel_findings(
         )
     wide = [kernel for kernel in kernels if kernel.flops and is_float32(kernel) and kernel.phase != "optimizer"]
     for module, members in _by_module(wide):
-        flops, path = sum(kernel.flops for kernel in members), module.split("/")[scopes_above or 0 :]
-        if flops <= FLOAT32_SHARE * total_flops or activations.dtype_in("/".join((*path, "kernel"))) is not None:
+        flops, path = sum(kernel.flops for kernel in members), module.split("/")[outer_scopes:]
+        declared = activations.dtype_in("/".join((*path, "kernel")))
+        if flops <= FLOAT32_SHARE * total_flops or (declared is not None and np.dtype(declared).itemsize > 2):
             continue
         yield Finding(
             rule="float32-matmul",

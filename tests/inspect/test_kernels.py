@@ -198,6 +198,7 @@ FINDINGS = [
     ("tokamax_mosaic", BF16, CUDNN, {}, ""), ("float32", Execution(sizes={}), {}, {}, ""),
     ("projection", BF16, {}, {}, ""), ("experts", BF16, {}, {}, ""),
     ("float32", BF16, {}, {}, "float32-matmul"), ("float32", F32, {}, {}, ""),
+    ("float32", BF16, {}, {"activations": mp.Rules(precision={r".*/mlp": "bfloat16"})}, "float32-matmul"),
     ("float32", BF16, {}, {"activations": ROUTER}, ""), ("muon", BF16, {}, {}, ""), ("cublas", BF16, {}, {}, ""),
     ("fp8", BF16, {}, {}, ""), ("blocked", BF16, {}, {}, ""), ("update", BF16, {}, {}, ""),
 ]  # fmt: skip
@@ -206,7 +207,7 @@ FINDINGS = [
 @pytest.mark.parametrize(("name", "execution", "choices", "options", "rule"), FINDINGS)
 def test_planted_kernel_gives_its_finding(name, execution, choices, options, rule):
     rules = options.get("activations", mp.Rules())
-    found = list(kernels.kernel_findings(listed(PROGRAMS[name][0]), execution, choices, rules, scopes_above=1))
+    found = list(kernels.kernel_findings(listed(PROGRAMS[name][0]), execution, choices, rules))
     assert [finding.rule for finding in found] == ([rule] if rule else [])
     for finding in found:
         assert finding.module.startswith("gradients/layers/")
