@@ -1,7 +1,7 @@
 """Measurements on the local devices: links, GPUs, and training steps of recipes.
 
     collective_timing.py   collectives: each algorithm against XLA's
-    gpu.py                 matmuls by size, copies and kernel launches, and their profile
+    gpu.py                 kernel rates of a device, and their profile; gpu_programs.py: the measured programs
     step_timing.py         training steps of a recipe, next to the prediction of `explain`
     trace_profile.py       profiles with the rates of a traced step
     tuning.py              search for faster options of a recipe
@@ -17,10 +17,10 @@ from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.bench.collective_timing import collectives
-    from meshpar.bench.gpu import products
+    from meshpar.bench.gpu import gpu_rates
     from meshpar.bench.step_timing import steps
     from meshpar.bench.tuning import tune
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["collectives", "products", "steps", "tune"]
+__all__ = ["collectives", "gpu_rates", "steps", "tune"]

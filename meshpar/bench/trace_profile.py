@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshpar.bench.gpu import MIN_COPIED_BYTES
+from meshpar.bench.gpu_programs import MIN_COPIED_BYTES
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, Profile, parse_profile, shape_key
 from meshpar.hardware.link_fit import Point, fit_link

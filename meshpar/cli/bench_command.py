@@ -13,6 +13,7 @@ from meshpar.cli.main import (
     PLOT_SUFFIXES,
     check_output_file,
     devices_option,
+    field_options,
     hf_option,
     output_options,
     prepare_devices,
@@ -109,44 +110,64 @@ def collectives(
         plots.collectives(timings).savefig(plot)
 
 
-@bench.command("gpu", short_help="Measure matrix products, copies and kernel launches.")
+@bench.command("gpu", short_help="Measure matmuls, attention, grouped matmuls, copies and kernel launches.")
 @click.option(
     "--size", "sizes", metavar="N", multiple=True, type=click.IntRange(min=1),
-    help="Size of the square matrices; can be repeated.  [default: 512 to 16384, or 64 to 512 on CPUs]",
+    help="Measure only square matrices of this size, copies and launches; can be repeated.",
 )  # fmt: skip
-@click.option("--dtype", metavar="TYPE", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
 @click.option(
-    "--repeats", default=5, show_default=True, type=click.IntRange(min=1),
+    "--dtype", metavar="TYPE", default="bfloat16", show_default=True,
+    help="Dtype of square matrices: bfloat16, float16 or float32.",
+)  # fmt: skip
+@click.option("--recipe", metavar="FILE", type=click.Path(), help="Measure also the matmuls of a recipe.")
+@field_options
+@click.option(
+    "--repeats", default=3, show_default=True, type=click.IntRange(min=1),
     help="Number of runs; the median is reported.",
+)  # fmt: skip
+@click.option(
+    "--seconds", metavar="S", default=30.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
+    help="Time limit. The least important measurements are dropped and listed.",
 )  # fmt: skip
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
     help="Save a profile for `plan --cluster FILE`, or add the results to an existing profile.",
 )  # fmt: skip
-@output_options
-def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
-    """Measure square matrix products, a copy and a kernel launch on the first device.
+def gpu(
+    dtype: str, recipe: str | None, assignments: tuple[str, ...], save: str | None, as_json: bool, **options: Any
+) -> None:
+    """Measure the rates of kernels on the first device.
 
-    With --save, the results are added to a profile, which can also contain the links from `meshpar bench collectives
-    --save`. With this profile, `plan` and `explain` use the measured FLOP/s instead of a fraction of the peak.
-    """
+    \b
+    meshpar bench gpu --save my.json
+    meshpar bench gpu --recipe recipes/llama3_8b.py --set batch_size=8 --save my.json
+
+    Measures square matmuls in bfloat16 and fp8, causal attention forward and backward with each implementation by
+    length and head size, grouped matmuls and their gradients, a copy and kernel launches. Kernels that the device does
+    not support are left out. With --save, the results are added to a profile, which can also contain the links from
+    `meshpar bench collectives --save`. With this profile, `plan` and `explain` use the measured rates.
+    """  # noqa: D301 (click does not wrap paragraphs that start with \b)
     prepare_devices(None)
-    from meshpar.bench.gpu import products, profile_of
+    import jax
+
+    from meshpar.bench.gpu import gpu_rates, profile_of
+    from meshpar.runs.recipe_file import load_recipe
 
     if save:
         check_output_file(save, (".json",))
-        import jax
-
         profile_of(jax.devices()[0].device_kind, save)  # check the existing profile before measuring
         if dtype != "bfloat16":
             reason, fix = "profiles contain only bfloat16 products", "remove --dtype or --save"
             raise problem(f"--dtype {dtype}", "save the results", reason, fix, code="unsupported-feature")
+    if assignments and recipe is None:
+        fix = "pass --recipe FILE, or remove --set"
+        raise problem("meshpar bench gpu --set", "change a recipe", "there is no --recipe", fix, code="conflict")
+    config = None if recipe is None else load_recipe(recipe).override(*assignments)
     with _live() as progress:
-        progress("measuring matrix products")
-        timings = products(dtype=dtype, **options)
-    print_report(timings, as_json=as_json)
+        rates = gpu_rates(dtype=dtype, recipe=config, progress=progress, **options)
+    print_report(rates, as_json=as_json)
     if save:
-        _save(timings.profile(save), save)
+        _save(rates.profile(save), save)
 
 
 @bench.command("step", short_help="Measure the training step of a recipe.")

@@ -155,11 +155,11 @@ class Rates:
 
 
 def shape_key(bits: int, m: int, k: int, n: int) -> str:
-    """Return the key of `[m, k] @ [k, n]` in `Cluster.shapes`.
+    """Return the key of `[m, k] @ [k, n]` in `Cluster.shapes`, which is also that of the transposed matmul.
 
     The matmuls of a product and of its gradients have the same sizes in another order, and keys of their own.
     """
-    return f"{bits} bits {m}x{k}x{n}"
+    return f"{bits} bits {min(m, n)}x{k}x{max(m, n)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -148,9 +148,10 @@ def profile() -> Cluster:
     with mock.patch.object(kernels, "seconds_of", shared_s):
         links = kernels.collectives("data=8", names=("all_reduce", "all_gather"), algorithms=("ring",), **OF_LINKS)
     fit = links.fit("data", "axes")
-    each = {n: cost.matmul_flops(n, n, n) / turn_s(jax.numpy.matmul, n) for n in gpu.SMALL}
+    each = {n: cost.matmul_flops(n, n, n) / turn_s(jax.numpy.matmul, n) for n in sorted(gpu.SMALL.matmuls)}
+    largest = max(gpu.SMALL.matmuls)
     # Kernels between matmuls transpose activations: they read two arrays and write one.
-    moved = 3 * FLOAT32_BYTES * gpu.SMALL[-1] ** 2 / turn_s(lambda y, x: (jax.nn.silu(y) * x).T, gpu.SMALL[-1])
+    moved = 3 * FLOAT32_BYTES * largest**2 / turn_s(lambda y, x: (jax.nn.silu(y) * x).T, largest)
     usual = cluster_of(gpu_by_name("h100"), nodes=1, gpus_per_node=DEVICES)
     device = dataclasses.replace(
         usual.gpu,
