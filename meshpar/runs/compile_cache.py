@@ -109,14 +109,15 @@ def _remove_unused(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def keeping_programs(location: str | None) -> Iterator[None]:
+def keeping_programs(location: str | None, *, is_profiled: bool = False) -> Iterator[None]:
     """Read and write the compilation cache at `location` within a block, or none if it is None.
 
     Programs with short compile times are written, too. Otherwise XLA may choose other kernels for them at each start.
+    A profile shows the scopes of a program, so profiled runs load no program that was compiled with other scopes.
     """
     names = (
         "jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_enable_xla_caches",
+        "jax_persistent_cache_enable_xla_caches", "jax_compilation_cache_include_metadata_in_key",
     )  # fmt: skip
     before = {name: getattr(_CONFIG, name) for name in names}
     if location is None:
@@ -125,7 +126,8 @@ def keeping_programs(location: str | None) -> Iterator[None]:
         values = {}
     else:
         # XLA writes its measurements to local files only.
-        values = dict(zip(names, (True, location, 0.0, None if is_url(location) else before[names[3]]), strict=True))
+        xla_caches = None if is_url(location) else before[names[3]]
+        values = dict(zip(names, (True, location, 0.0, xla_caches, is_profiled or before[names[4]]), strict=True))
     try:
         _set(values)
         yield

@@ -246,7 +246,7 @@ class TrainingRun:
         self.recipe = recipe = recipe if self._fresh else with_schedule(recipe, self.folder, self.screen)
         self.setup = setup = build_setup(recipe, mesh)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keeping_programs(programs))
+            stack.enter_context(keeping_programs(programs, is_profiled=profile is not None))
             self.batches = stack.enter_context(self.source.train(setup.batch_sharding))
             if recipe.pgle:
                 stack.enter_context(pgle_enabled())

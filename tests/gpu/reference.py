@@ -75,10 +75,10 @@ def assert_close_to_cpu(
     dtype: Any = jnp.bfloat16,
     rtol: float = BFLOAT16_RTOL,
 ) -> None:
-    """Compare value and gradients of `function` with those of `reference` in float32 on the CPU."""
+    """Compare value and gradients of `function` with `reference`, which runs in float32 on the CPU."""
     actual = run_on(DEVICE, value_and_gradients(function, cotangent), *args, dtype=dtype)
     with jax.default_matmul_precision("highest"):
-        # The reference starts from the same rounded arguments.
+        # Both start from the same rounded arguments.
         rounded = [np.asarray(jnp.asarray(x, dtype), np.float32) for x in args]
         expected = run_on(CPU, value_and_gradients(reference, cotangent), *rounded, dtype=jnp.float32)
     errors = relative_errors(actual, expected)
@@ -86,7 +86,7 @@ def assert_close_to_cpu(
 
 
 def compiled_text(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """Return the compiled program of a function on the default device. `options` are those of XLA."""
+    """Return the program of a function, compiled for the default device with these options of XLA."""
     return jax.jit(function).lower(*args).compile(options).as_text()
 
 

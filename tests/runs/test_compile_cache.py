@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import meshpar as mp
@@ -115,6 +117,22 @@ def test_pod_with_runs_in_a_bucket_keeps_its_programs_there(tmp_path, monkeypatc
     assert location == "gs://bucket/runs/jax_cache"
     with keeping_programs(location):
         assert jax.config.jax_persistent_cache_enable_xla_caches is None
+
+
+def test_profiled_runs_load_no_program_with_other_scopes(tmp_path):
+    def program(scope):
+        jax.clear_caches()
+        jax.jit(jax.named_scope(scope)(lambda x: jnp.sin(x) + 1))(np.float32(1))
+
+    def hits(**options):
+        with jax_options(jax_compilation_cache_include_metadata_in_key=False), counted_programs() as counts:
+            for scope in ("attention", "mlp"):
+                with keeping_programs(f"{tmp_path}/{options}", **options):
+                    program(scope)
+        return counts["cache_hits"]
+
+    assert hits() == 1
+    assert hits(is_profiled=True) == 0
 
 
 def test_unusable_folders(tmp_path, monkeypatch):
