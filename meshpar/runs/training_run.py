@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import shutil
@@ -272,7 +271,11 @@ class TrainingRun:
             if self._from_hf is not None and jax.process_index() == 0 and not self.checkpoints.steps():
                 keep_source_files(self._from_hf, self.folder.local)  # records the weights, for the check on resume
             source = self._from_hf
-            init: Any = Setup.init if source is None else functools.partial(load_hf, source)
+
+
+            def init(setup: Setup, key: int) -> TrainState:
+                return setup.init(key) if source is None else load_hf(source, setup, key=key)
+
             state = restore_or_init(self.checkpoints, self.setup, key=self.recipe.seed, batches=self.batches, init=init)
             self.folder.upload()  # from here on, checkpoints depend on these files
         self._first_step = int(state.step)
