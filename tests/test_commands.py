@@ -246,7 +246,6 @@ SMALLER = {
 FEWER = {
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "gpu": ("--size", "64", "--repeats", "1"),
-    "step": ("--steps", "2", "--set", "data.seq_len=32"),
 }
 """Options that reduce the time of a benchmark."""
 ABSENT = {"/data": "data", "/mnt/disk": "."}
@@ -256,17 +255,21 @@ ABSENT = {"/data": "data", "/mnt/disk": "."}
 def within_budget(words: list[str]) -> list[str]:
     """Return the arguments of `meshpar` with reduced sizes."""
     _, command, *rest = words
-    if command == "bench":
+    limits: tuple[str, ...] = ()
+    if command == "bench" and rest[0] != "step":
         return [command, *rest, *FEWER[rest[0]]]
-    if command == "tune":
-        return [command, *rest, "--seconds", "20", "--set", "data.seq_len=32"]
     if command == "verify":
         return [command, *rest, "--cases", "1"]
-    if command == "train":
+    if command == "bench":
+        command, *rest = "bench step", *rest[1:]
+        limits = ("--steps", "2", *(("--devices", "1") if "mesh=data=1" in rest else ()))
+    if command == "tune":
+        limits = ("--seconds", "20")
+    if command in ("train", "tune", "bench step"):
         own = {rest[at + 1].partition("=")[0] for at, word in enumerate(rest) if word == "--set"} - {"steps"}
         rest = [*rest[: rest.index("--steps")], *rest[rest.index("--steps") + 2 :]] if "--steps" in rest else rest
         fields = [field for field in SMALLER.get(Path(rest[0]).stem, SHORT_TEXT) if field.partition("=")[0] not in own]
-        return [command, *rest, *(word for field in fields for word in ("--set", field))]
+        return [*command.split(), *rest, *limits, *(word for field in fields for word in ("--set", field))]
     return [command, *rest]
 
 
@@ -440,6 +443,8 @@ def prepare(here: Path, words: list[str], run: Callable[..., Any]) -> None:
     for name in {"Llama-3.2-1B", "Llama-3.1-8B"} & set(words):
         pretrained(here / name)
     fields = [word for field in SHORT_TEXT for word in ("--set", field)]
+    if "--tuned" in words:
+        run(*within_budget(["meshpar", "tune", words[2], "--save", words[words.index("--tuned") + 1]]))
     if "runs/gpt_stdlib" in words:
         run("train", "recipes/gpt_stdlib.py", "--profile", "1:2", *fields)
     if "runs/finetune_hf" in words:
