@@ -35,6 +35,20 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    Fault("part of a contracted dim is taken for a batch dim of attention", "inspect/kernels.py",
+        "return bool(_einsum_is_batched(op_name))", "return True", "inspect/test_kernels.py"),
+    Fault("kernels of a loop count once", "inspect/kernels.py",
+        "count = trips * float(visit.share)", "count = float(visit.share)", "inspect/test_kernels.py"),
+    Fault("attention that the model names fails the check", "inspect/kernels.py",
+        "choices[\"attention\"].is_named:", "False:", "inspect/test_kernels.py"),
+    Fault("a trace is compared with another program of the same name", "inspect/trace_file.py",
+        "number = program_id if program_id in numbers", "number = max(numbers) if numbers", "inspect/test_trace.py"),
+    Fault("kernels of CUDA graphs have no instruction", "inspect/trace.py",
+        "if event.in_graph else None", "if False else None", "inspect/test_trace.py"),
+    Fault("a profiled step is compiled within the trace", "loop/profiler.py",
+        "self._first - 1 <= self._next_step", "self._first <= self._next_step", "loop/test_fit.py -k profiled"),
+    Fault("two kernels for the gradients of attention have a rate each", "bench/trace_profile.py",
+        "sums[key][0] += kernel.flops / repetition", "sums[key][0] += kernel.flops", "bench/test_trace_profile.py"),
     Fault("an effect within the noise is chosen", "bench/tuning.py",
         "return enough and ratio.is_significant and", "return enough and", "bench/test_tuning.py"),
     Fault("tuned options are used for another program", "runs/tuned.py",

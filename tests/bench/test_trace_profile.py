@@ -72,11 +72,13 @@ OTHER_KERNELS = f"""HloModule jit__step, is_scheduled=true
   ROOT %m = f32[4096,4096] negate(%p)
 }}
 
-ENTRY %main (a: f8e4m3fn[512,512], r: bf16[1024,512], w: bf16[8,512,512], l: f32[4096,4096]) -> f32[4096,4096] {{
+ENTRY %main (a: f8e4m3fn[512,512], r: bf16[1024,512], w: bf16[8,512,512], l: f32[4096,4096], q: bf16[1,512,8,64]) -> f32[4096,4096] {{
   %a = f8e4m3fn[512,512] parameter(0)
   %r = bf16[1024,512] parameter(1)
   %w = bf16[8,512,512] parameter(2)
   %l = f32[4096,4096] parameter(3)
+  %q = bf16[1,512,8,64] parameter(4)
+  %flash.4 = bf16[1,512,8,64] custom-call(%q, %q, %q, %q), custom_call_target="mosaic_gpu_v2", metadata={{op_name="jit(_step)/gradients/attention/tokamax_attention_1000000000/x"}}
   %fp8.1 = (bf16[512,512], s8[99]) custom-call(%a, %a), custom_call_target="__cublas$lt$matmul$f8", backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{{NUMBERS}}}}}}}
   %grouped.2 = bf16[1024,512] custom-call(%r, %w), custom_call_target="mosaic_gpu_v2", metadata={{op_name="jit(_step)/gradients/moe/tokamax_rows_1024_product/x"}}
   ROOT %loop_negate_fusion.3 = f32[4096,4096] fusion(%l), kind=kLoop, calls=%inner
@@ -85,16 +87,19 @@ ENTRY %main (a: f8e4m3fn[512,512], r: bf16[1024,512], w: bf16[8,512,512], l: f32
 
 
 def test_rates_of_fp8_grouped_matmuls_and_copies(tmp_path):
-    names = ("fp8.1", "grouped.2", "loop_negate_fusion.3")
+    names = ("fp8.1", "grouped.2", "loop_negate_fusion.3", "flash.4")
     times = [("kernel", name, 200 * at, 100) for at, name in enumerate(names)]
     file = written(tmp_path, HOST.replace("meshpar:step", "python"), programs(OTHER_KERNELS), *gpus(times))
     saved = profile_of_trace(trace.read(file, mesh={"data": 2}, cluster=CLUSTER), tmp_path / "my.json", CLUSTER)
     assert saved.products_fp8 == {512: pytest.approx(2 * 512**3 / 1e-4)}
     assert saved.grouped == {"mosaic product": {323: pytest.approx(2 * 1024 * 512**2 / 1e-4)}}  # 2 · 323³ per group
+    # The kernel for the gradient of the queries has 3 products; with the kernel for keys and values they are 7 for 5.
+    ((_, rates),) = saved.attention.items()
+    assert [*rates.values()] == [pytest.approx(3e9 / 1.4 / 1e-4)]
     assert saved.copy_bytes_per_s == pytest.approx(2 * 4 * 4096**2 / 1e-4)
     assert {*saved.shapes} == {"8 bits 512x512x512"}
     again = trace.read(file, mesh={"data": 2}, cluster=saved)
-    assert [kernel.ratio for kernel in again.kernels] == pytest.approx([1, 1, 1], rel=1e-3)
+    assert [kernel.ratio for kernel in again.kernels] == pytest.approx([1, 1, 1, 1], rel=1e-3)
 
 
 def test_traces_of_other_devices_give_links(file, tmp_path):

@@ -132,6 +132,13 @@ def test_kernel_is_recognized(name):
     assert (attention is not None and attention.is_backward) == (name in ("cudnn_backward", "tokamax_mosaic"))
 
 
+def test_split_projections_are_not_attention():
+    """XLA divides the contracted dim of a projection, next to the einsum of the scores in the same module."""
+    projection = f'p = bf16[8,512,512] dot(a, a), {BATCHED}, metadata={{op_name="{LAYER}/attention/dot_general"}}\n'
+    scores, _, split = listed(batched(SCORES, PLAIN).replace("ROOT e", "e") + "\n  ROOT " + projection)
+    assert (scores.kind, split.kind) == ("attention", "matmul")
+
+
 def test_softmax_belongs_to_attention():
     softmax = listed(batched(SCORES, PLAIN))[-1]
     assert (softmax.kind, softmax.implementation, softmax.flops) == ("attention", kernels.SOFTMAX, 0)

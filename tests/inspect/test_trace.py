@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.profiler import ProfileData
 from jaxlib import _hlo
@@ -231,3 +234,33 @@ def test_run_folder_determines_mesh_gpus_and_schedule(tmp_path):
     cpu = {**saved, "strategy": "fsdp()", "program": {"devices": "16 × cpu"}}
     (tmp_path / "recipe.json").write_text(json.dumps(cpu))
     assert {*traced_run(file)} == {"mesh"}
+
+
+@pytest.mark.call_stacks
+def test_trace_of_this_process_contains_the_programs_that_ran(tmp_path):
+    """Two programs have the same name. XLA's field numbers and names are those that the reader assumes."""
+
+    def _step(x):
+        with jax.named_scope("gradients"), jax.named_scope("mlp"):
+            return jnp.tanh(x @ x)
+
+    def other(x):
+        with jax.named_scope("gradients"), jax.named_scope("attention"):
+            return jnp.sin(x @ x)
+
+    other.__name__ = "_step"
+    x = jax.device_put(np.ones((64, 64), np.float32), jax.devices()[0])
+    first, second = jax.jit(_step), jax.jit(other)
+    jax.block_until_ready((first(x), second(x)))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    for index, run in enumerate((first, second)):
+        jax.profiler.start_trace(str(tmp_path / str(index)), profiler_options=options)
+        for _ in range(3):
+            run(x).block_until_ready()
+        jax.profiler.stop_trace()
+        found = trace.read(tmp_path / str(index), mesh={})
+        assert (found.program, found.devices, found.steps, found.method) == ("jit__step", 1, 3, "")
+        module = ("gradients/mlp", "gradients/attention")[index]
+        assert module in {kernel.module for kernel in found.kernels}
+        assert found.causes["matmul"] > 0
