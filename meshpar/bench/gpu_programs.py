@@ -129,7 +129,7 @@ def _matmuls_in_turn(a: jax.Array, b: jax.Array, *, calls: int) -> jax.Array:
 
 
 def _fp8(a: jax.Array, b: jax.Array) -> jax.Array:
-    # With a scale in float32, XLA calls cuBLASLt's 8-bit kernel.
+    # The scale is in float32, as in 8-bit matmuls of a step, so that XLA can choose cuBLASLt's kernel.
     return (jnp.matmul(a, b, preferred_element_type=jnp.float32) * 1e-3).astype(jnp.bfloat16)
 
 

@@ -134,7 +134,7 @@ class Rates:
         return interpolated(measured, n) if measured else self.gpu.grouped_flops_per_s(kernel, operand, n)
 
     def __str__(self) -> str:
-        return f"{self.of_products}, {self.of_attention()}"
+        return f"{self.of_products}, {self.of_attention()}, memory at {self.memory_bytes_per_s / 1e12:.2f} TB/s"
 
     def of_attention(self, kernel: AttentionKernel = "cudnn", size: AttentionSize = TYPICAL) -> str:
         """Text about the rates of attention."""

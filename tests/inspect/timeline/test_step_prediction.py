@@ -118,7 +118,7 @@ def test_bracket_contains_step_and_names_rates(scan):
     assert found.high_s == pytest.approx(kernels_s + sum(timed.network_s.values()))
     assert found.sources[0] == (
         "matmuls at an assumed 65% of the data sheet's peak, attention at 629 TFLOP/s forward and 465 backward "
-        "(8,192 positions, head size 128, causal); "
+        "(8,192 positions, head size 128, causal), memory at 896000.00 TB/s; "
         "at best, matmuls at h100's data sheet peak"
     )
     assert prediction.compute(scan[0], num_devices=8, times=timed).bracket is None
