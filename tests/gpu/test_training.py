@@ -79,11 +79,11 @@ def cpu_losses(fields: tuple[tuple[str, Any], ...], optimizer: str) -> np.ndarra
 def assert_losses_match_the_cpu(
     fields: dict[str, Any], atol: float, optimizer: str = ADAM, cpu_optimizer: str | None = None, **options: Any
 ) -> None:
-    """Compare with the plain step of the same model. Its attention, matmuls and options do not change the losses."""
-    kernel = {"attention": available(fields["attention"])} if "attention" in fields else {}
-    actual, _ = train(DEVICE, {**fields, **kernel}, optimizer, **options)
-    plain = {name: value for name, value in fields.items() if name not in ("attention", "vocab_chunk", "unroll")}
-    expected = cpu_losses(tuple(plain.items()), cpu_optimizer or optimizer)
+    """Compare with the same model on the CPU, without the options and fields that select an implementation."""
+    attention = {"attention": available(fields.get("attention", "blockwise"))}
+    actual, _ = train(DEVICE, {**fields, **attention}, optimizer, **options)
+    plain = {name: value for name, value in fields.items() if name not in ("vocab_chunk", "unroll")}
+    expected = cpu_losses(tuple({**plain, "attention": "xla"}.items()), cpu_optimizer or optimizer)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
     assert expected[-1] != expected[0]
 
