@@ -41,7 +41,7 @@ from meshpar.sharding.types import axis_sizes
 from meshpar.sharding.units import human_bytes, human_time
 
 COMPILE_SHARE = 0.5
-"""Share of the time after which no compilation of an alternative starts."""
+"""Share of the remaining time for compilation. The compiled alternatives are measured, and then more are compiled."""
 SLOWER = 1.3
 """Alternatives with a prediction of more than this multiple of the recipe's are not measured. Predictions of steps on
 an H100 have errors of up to 8 % (docs/performance.md)."""
@@ -55,6 +55,7 @@ CLEARLY_SLOWER = 1.1
 MIN_GAIN = 0.005
 """Smallest share of the step time for which an option is changed."""
 MAX_THREADS = 8
+NOT_COMPILED = "not compiled: no time"
 
 
 class Times(NamedTuple):
@@ -110,7 +111,8 @@ OPTIONS = (
     Option(name="CUDA graphs", alternatives=({"step.xla.xla_gpu_enable_command_buffer": ""},), platforms=("gpu",)),
     Option(name="autotuning", alternatives=({"step.xla.xla_gpu_autotune_level": 0},), platforms=("gpu",)),
 )
-"""Options in the order of their usual effect. If the time is short, the last alternatives are not measured."""
+"""Options in the order of their usual effect. The first alternatives of all options are compiled first. If the time is
+short, the last alternatives are not measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,6 +311,7 @@ class _Search:
         self.started = time.perf_counter()
         self.main = Variant.of(recipe, (), devices)
         self.base = _Trial("", (), self.main)
+        self.programs = {self.main.fingerprint: self.base}
         self.longest_compile_s = 0.0
 
     @property
@@ -337,8 +340,12 @@ class _Search:
         self.block_s = self.block_steps * base_s
         platform = self.main.devices.flat[0].platform
         trials = [_Trial(*alternative) for alternative in alternatives(self.recipe, platform, options)]
-        self._compile_all(trials)
-        self._measure(self._promising(trials), self.reserve_s)
+        waiting = _by_turns(trials)
+        while waiting:
+            self._compile_all(waiting)
+            compiled = [trial for trial in waiting if trial.outcome != NOT_COMPILED]
+            self._measure(self._promising(compiled), self.reserve_s)
+            waiting = [trial for trial in waiting if trial.outcome == NOT_COMPILED] if compiled else []
         chosen = self._confirmed(trials)
         if chosen is not None:
             for trial in trials:
@@ -379,29 +386,27 @@ class _Search:
     def _compile_all(self, trials: Sequence[_Trial]) -> None:
         """Lower the alternatives, and compile them in threads until the time limit."""
         self.progress(f"compiling {len(trials)} alternatives")
-        programs = {self.main.fingerprint}
-        limit_s = COMPILE_SHARE * self.limit_s
+        limit_s = self.elapsed_s + COMPILE_SHARE * (self.limit_s - self.elapsed_s)
 
         def compile_in_time(trial: _Trial) -> None:
             if not self.fits(1.5 * self.longest_compile_s, limit_s):
-                trial.outcome = "not compiled: no time"
+                trial.outcome = NOT_COMPILED
                 return
             with trial.reported():
                 self._compile(trial)
 
         with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
             for trial in trials:
-                if not self.fits(1.5 * self.longest_compile_s, limit_s):
-                    trial.outcome = "not compiled: no time"
+                trial.outcome = "" if self.fits(1.5 * self.longest_compile_s, limit_s) else NOT_COMPILED
+                if trial.outcome:
                     continue
                 with trial.reported():
-                    trial.variant = Variant.of(self.recipe, trial.changes, self.given_devices)
+                    trial.variant = trial.variant or Variant.of(self.recipe, trial.changes, self.given_devices)
                     if not trial.variant.shares_state_of(self.main):
                         trial.outcome = "not compared: it has a different state"
-                    elif trial.variant.fingerprint in programs:
+                    elif self.programs.setdefault(trial.variant.fingerprint, trial) is not trial:
                         trial.outcome = "the same program"
                     else:
-                        programs.add(trial.variant.fingerprint)
                         threads.submit(compile_in_time, trial)
 
     def _promising(self, trials: Sequence[_Trial]) -> list[_Trial]:
@@ -493,6 +498,12 @@ class _Search:
         if not confirmed:  # no time: the first measurement decides
             return best
         return min(filter(_is_faster, confirmed), key=lambda trial: trial.ratio.ratio, default=None)  # type: ignore[union-attr]
+
+
+def _by_turns(trials: Sequence[_Trial]) -> list[_Trial]:
+    """Return the first alternatives of all options, then the second of all options, and so on."""
+    turns = [sum(other.option == trial.option for other in trials[:number]) for number, trial in enumerate(trials)]
+    return [trial for _, _, trial in sorted(zip(turns, range(len(trials)), trials, strict=True))]
 
 
 def _is_faster(trial: _Trial) -> bool:

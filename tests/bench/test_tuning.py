@@ -91,6 +91,8 @@ def search(monkeypatch) -> Callable[..., tuning.Tuning]:
         monkeypatch.setattr(tuning._Search, "_compile", compiled)
         monkeypatch.setattr(tuning, "_memory_limit", lambda variant: limit)
         monkeypatch.setattr(Variant, "run", ran)
+        # Lowering would take most of the time of these tests.
+        monkeypatch.setattr(Variant, "fingerprint", property(lambda self: f"{self.recipe.model} {self.recipe.step}"))
         return tuning.tune(RECIPE, seconds=seconds, devices=jax.devices()[:1], options=options)
 
     return run
@@ -170,6 +172,22 @@ def test_nothing_starts_that_exceeds_the_time(search, seconds) -> None:
     assert found.seconds <= max(seconds, COMPILE_S + 6 * STEP_S)
     assert found.settings == (("model.a=2",) if seconds >= 30 else ())
     assert all(outcome.endswith("no time") for outcome in outcomes(found).values()) == (seconds <= 12)
+
+
+def test_first_alternatives_of_all_options_are_compiled_first(search) -> None:
+    options = [option("a", *range(2, 9)), option("b", 2)]
+    short, long = (search(options, {"model.b=2": 0.9}, seconds=seconds) for seconds in (40, 300))
+    outcome = [outcomes(found) for found in (short, long)]
+    assert [found["model.b=2"] for found in outcome] == ["chosen", "chosen"]
+    assert outcome[0]["model.a=8"] == tuning.NOT_COMPILED
+    assert outcome[1]["model.a=8"] == "measured"
+
+
+def test_time_that_is_left_after_the_measurement_is_used(search) -> None:
+    """Half of the time is too short to compile all alternatives."""
+    found = search([option("a", *range(2, 12))], {}, seconds=80)
+    assert set(outcomes(found).values()) == {"measured"}
+    assert found.seconds <= 80
 
 
 def test_alternatives_are_fields_of_the_recipe() -> None:
