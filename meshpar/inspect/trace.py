@@ -206,7 +206,7 @@ def read(
     name, program_id = max(taken, key=lambda key: (key[0] == STEP, taken[key]))
     by_device: dict[int, list[Event]] = defaultdict(list)
     for event in data.events:
-        if (event.module, event.program_id) == (name, program_id):
+        if event.module == name and event.program_id in (program_id, None):
             by_device[event.device].append(event)
     links = HOST_DEVICES if links is None and not data.is_gpu else links
     module, cluster = data.program(name, program_id), cluster if data.is_gpu else None
