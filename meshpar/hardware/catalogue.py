@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,8 +145,14 @@ def gpu_from(data: Mapping[str, Any]) -> Gpu:
     return Gpu(**{**data, **lists, "chip": chip})
 
 
+_TABLE_KEY = re.compile(r"[a-z]+ (?:(?:forward|backward) (?:causal|full) [1-9]\d*|product|rows|weights)")
+
+
 def rate_table(data: Mapping[str, Mapping[Any, Any]]) -> RateTable:
-    """Return a table of rates from plain data. Raises `ValueError` for rates that are not positive numbers."""
+    """Return a table of rates from plain data. Raises `ValueError` for unknown keys and invalid rates."""
+    for key, by_size in data.items():
+        if not by_size or not _TABLE_KEY.fullmatch(key):
+            raise ValueError(f"rates need a key such as `cudnn forward causal 128` or `triton weights`, not `{key}`")
     return {key: rates_by_size(by_size) for key, by_size in data.items()}
 
 

@@ -154,6 +154,9 @@ class Rates:
         return f"matmuls at an assumed {self.efficiency:.0%} of the data sheet's peak"
 
 
+_SHAPE_KEY = r"\d{1,2} bits \d+x\d+x\d+"
+
+
 def shape_key(bits: int, m: int, k: int, n: int) -> str:
     """Return the key of `[m, k] @ [k, n]` in `Cluster.shapes`, which is also that of the transposed matmul.
 
@@ -493,4 +496,8 @@ def _fields_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
         fields[key] = rates_by_size(data[key])
     for key in {"attention", "grouped"} & data.keys():
         fields[key] = rate_table(data[key])
+    if "shapes" in data:
+        fields["shapes"] = shapes = {key: float(rate) for key, rate in data["shapes"].items()}
+        if not all(re.fullmatch(_SHAPE_KEY, key) and 0 < rate < math.inf for key, rate in shapes.items()):
+            raise ValueError(f"shapes need keys such as `{shape_key(16, 64, 128, 32)}` and positive rates")
     return fields

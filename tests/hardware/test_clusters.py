@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 
@@ -11,6 +12,7 @@ import pytest
 from meshpar.hardware import clusters as hardware
 from meshpar.hardware.catalogue import GPUS, Gpu
 from meshpar.hardware.clusters import Cluster, Link, parse_cluster, peak_flops_per_s
+from meshpar.hardware.kernel_rates import AttentionSize
 from tests.errors import raises
 
 FIGURES = [
@@ -137,11 +139,64 @@ CLUSTER = {"gpu": "h100", "nodes": 1, "gpus_per_node": 8}
         ({"across": {"alpha_s": "2e-6"}}, "damaged-file"),
         ({"launch_s": "2e-6"}, "damaged-file"),
         *(({"launch_s": value}, "out-of-range") for value in (2.5, -1e-6)),
+        *(({"copy_bytes_per_s": value}, "out-of-range") for value in (-1.0, float("nan"))),
+        *(({"products_fp8": {"8192": rate}}, "damaged-file") for rate in (0, -1, float("nan"), "fast")),
+        *(
+            ({"attention": {key: {"8192": 1e14}}}, "damaged-file")
+            for key in ("cudnn", "cudnn forward causal x", "cudnn sideways causal 128")
+        ),
+        ({"attention": {"cudnn forward causal 128": {}}}, "damaged-file"),
+        ({"grouped": {"triton columns": {"2048": 1e14}}}, "damaged-file"),
+        *(({"shapes": shapes}, "damaged-file") for shapes in ({"64x32x16": 1e14}, {"16 bits 64x32x16": -1e14})),
     ],
 )
 def test_cluster_profile_rejects_invalid_fields(wrong, code):
     with raises(code):
         Cluster.from_json({**CLUSTER, **wrong})
+
+
+def test_older_profile_has_its_rates(tmp_path):
+    """Before kernels had rates by size, a GPU in a profile had a pair of rates per library."""
+    gpu = json.loads(json.dumps(dataclasses.asdict(GPUS["h100"])))
+    for field in ("attention", "grouped", "matmul_rates", "memory_efficiency"):
+        del gpu[field]
+    gpu |= {"attention_rates": [529e12, 518e12], "mosaic_rates": [620e12, 438e12], "triton_rates": None}
+    (tmp_path / "old.json").write_text(json.dumps({**CLUSTER, "gpu": gpu, "products": {"8192": 7e14}}))
+    rates = parse_cluster(str(tmp_path / "old.json")).rates
+    assert rates.attention_flops_per_s("cudnn") == (529e12, 518e12)
+    assert rates.attention_flops_per_s("mosaic") == (620e12, 438e12)
+    assert rates.attention_flops_per_s("triton") == GPUS["h100"].attention_flops_per_s("triton")
+    assert rates.memory_bytes_per_s == gpu["memory_bytes_per_s"]
+    assert rates.share_of_peak(2 * 8192**3, bits=8) == rates.share_of_peak(2 * 8192**3)
+
+
+@pytest.mark.parametrize(("kernel", "size", "forward", "backward"), [
+    ("cudnn", AttentionSize(128, 8192), 629e12, 518e12 * 438 / 488),  # Mosaic's ratio of causal to unmasked
+    ("cudnn", AttentionSize(128, 8192, is_causal=False), 692e12, 518e12),
+    ("mosaic", AttentionSize(64, 1024), 273e12, 209e12),
+    ("mosaic", AttentionSize(96, 1024), 388e12, 288e12),  # the nearest head size is 128
+    ("triton", AttentionSize(256, 65_536), 323e12, 208e12),  # beyond the measured lengths
+])  # fmt: skip
+def test_attention_rates_depend_on_length_head_size_and_mask(kernel, size, forward, backward):
+    assert GPUS["h100"].attention_flops_per_s(kernel, size) == (
+        pytest.approx(forward, rel=2e-3), pytest.approx(backward, rel=2e-3),
+    )  # fmt: skip
+    b200 = GPUS["b200"]  # without rates, the fractions of the peak of an H100
+    scale = b200.bf16_flops_per_s / GPUS["h100"].bf16_flops_per_s
+    assert b200.attention_flops_per_s(kernel, size)[0] == pytest.approx(scale * forward, rel=2e-3)
+    assert not b200.has_attention_rates(kernel)
+    assert GPUS["h100"].has_attention_rates(kernel)
+
+
+def test_large_matmuls_and_copies_of_an_h100_have_measured_rates():
+    gpu, rates = GPUS["h100"], parse_cluster("h100:1x1").rates
+    assert rates.memory_bytes_per_s == pytest.approx(3.0e12, rel=1e-3)
+    assert gpu.matmul_rates == (798e12, 1507e12)
+    assert gpu.fp8_efficiency == pytest.approx((1507 / 1978.8) / (798 / 989.4))
+    assert rates.product_flops_per_s(8, 1e12) == pytest.approx(0.65 * gpu.fp8_efficiency * gpu.fp8_flops_per_s)
+    best = parse_cluster("h100:1x1").best_rates
+    assert best.product_flops_per_s(8, 1e12) == gpu.fp8_flops_per_s
+    assert best.memory_bytes_per_s == gpu.memory_bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"gpu": "h100", "nodes": 1}'])
