@@ -301,7 +301,7 @@ def _in_context(layer: Callable[..., Any], stack_path: str, runner: LayerRunner,
 
     def body(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
         shards, *optional = inputs
-        with _OUTSIDE_LOOP.set(is_outside):
+        with _OUTSIDE_LOOP.set(True) if is_outside else contextlib.nullcontext():
             return layer(x, runner.weights(stack_path, shards), *(tree for tree in optional if tree is not None))
 
     context = NUMERICS.value

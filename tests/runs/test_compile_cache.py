@@ -54,11 +54,11 @@ def counted_programs():
         jax.monitoring.unregister_event_listener(count)
 
 
-def trained(out: Path, cache: str | Path):
+def trained(out: Path, cache: str | Path, **fields):
     """Return the losses of a new run in an empty process: without the programs that jax holds in memory."""
     jax.clear_caches()
     with counted_programs() as counts:
-        outcome = mp.run(recipe(), out=out, compile_cache=cache, stream=io.StringIO())
+        outcome = mp.run(recipe(**fields), out=out, compile_cache=cache, stream=io.StringIO())
     return [line["loss"] for line in read_lines(outcome.folder / "metrics.jsonl") if "loss" in line], counts
 
 
@@ -69,6 +69,9 @@ def test_second_start_compiles_nothing_and_has_bit_equal_losses(tmp_path):
     assert second["cache_hits"] == second["compile_requests_use_cache"] > 0
     assert losses == again
     assert len(losses) == 4
+    resumed, third = trained(tmp_path / "b", tmp_path / "cache", steps=6)
+    assert third["cache_hits"] == third["compile_requests_use_cache"] > 0
+    assert len(resumed) == 6
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 
