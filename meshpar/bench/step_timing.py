@@ -27,8 +27,8 @@ from meshpar.training.state import TrainState
 
 WARMUP = 2
 """Number of steps after the first that are not measured."""
-ROUNDS = 4
-"""Number of alternate blocks of each configuration, with `against`."""
+MIN_ROUNDS, BLOCK_STEPS = 4, 4
+"""With `against`: smallest number of rounds of alternate blocks, if there are enough steps, and steps of a block."""
 READING = "the loss of a step is read while the next two steps run, as in `train`"
 
 
@@ -214,7 +214,7 @@ def steps(
     runs: list[_Run] = []
     for variant in variants:
         runs.append(_Run(variant, next((run for run in runs if variant.shares_state_of(run.variant)), None)))
-    num_rounds = 1 if len(runs) == 1 else min(ROUNDS, steps)
+    num_rounds = 1 if len(runs) == 1 else min(max(steps // BLOCK_STEPS, MIN_ROUNDS), steps)
     for block in range(num_rounds):
         for run in runs:
             run.measure((steps * (block + 1)) // num_rounds - (steps * block) // num_rounds)
