@@ -56,6 +56,8 @@ The matmul of a router is below it."""
 _CALLS = frozenset({"while", "conditional", "call", "async-start"})
 _TILED = frozenset({"blockwise_attention", "ring_attention"})
 _GROUPED = frozenset({grouped.KERNEL, grouped.SWIGLU})
+_BLOCKED = re.compile(rf"({'|'.join(sorted(_GROUPED))})\W.*/while/")
+"""Op names of grouped matmuls in a loop over blocks of rows. Groups of equal size are a batched matmul."""
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _EINSUM = re.compile(r"([A-Za-z.]+),([A-Za-z.]+)->([A-Za-z.]+)\Z")
 _SOFTMAX = frozenset({"exp", "exp2", "div", "sub", "max", "reduce_max", "reduce_sum", "select_n", "where"})
@@ -175,10 +177,10 @@ def reasons(
         if kernel.kind == "attention":
             is_fastest = kernel.implementation in (LIBRARIES["cudnn"], SOFTMAX)
             return "" if is_fastest else _why_unfused(kernel, choices)
-        if kernel.kind == "grouped matmul":
-            return grouped_why if kernel.implementation == LOOP else ""
-        if kernel.kind != "matmul":
+        if kernel.kind not in ("matmul", "grouped matmul") or kernel.implementation in LIBRARIES.values():
             return ""
+        if kernel.kind == "grouped matmul" and kernel.implementation == LOOP:
+            return grouped_why
         if is_float32(kernel):
             return f"{dtype_text(kernel.dtypes)} operands: tensor cores need 16 or 8 bits"
         if kernel.implementation == LOOP and kernel.product is not None:
@@ -327,7 +329,7 @@ class _Listing:
         if parts & _TILED:
             return "attention", LOOP if product is not None else SOFTMAX
         if product is not None and parts & _GROUPED:
-            return "grouped matmul", LOOP
+            return "grouped matmul", LOOP if _BLOCKED.search(op_name) else _gemm(ins, target)
         if path in self._plain_attention:
             if product is not None and self._is_batched(product):
                 return "attention", PLAIN

@@ -174,9 +174,8 @@ def _multiply(rows: jax.Array, weights: jax.Array, sizes: Any, options: _Options
         return jnp.zeros((0, weights.shape[2]), rows.dtype)
     with jax.named_scope(KERNEL):
         if _is_even(sizes, num_rows) and options.fp8_recipe is None:
-            batched = rows.reshape(num_groups, -1, rows.shape[1])
-            products = jnp.einsum("gcd,gdf->gcf", batched, weights, preferred_element_type=_sum_dtype(rows))
-            return products.astype(rows.dtype).reshape(num_rows, weights.shape[2])
+            rows, weights = varying_alike((), rows, weights)
+            return _even(rows.reshape(num_groups, -1, rows.shape[1]), weights).reshape(num_rows, weights.shape[2])
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
         if options.implementation == "tokamax":
             chosen = grouped_kernels()
@@ -292,6 +291,25 @@ def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, 
 
 def _sum_dtype(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+@jax.custom_vjp
+def _even(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Multiply groups of equal size: [G, c, d] . [G, d, f] -> [G, c, f].
+
+    jax's gradient of a sum in float32 would multiply in float32, without tensor cores.
+    """
+    return jnp.einsum("gcd,gdf->gcf", rows, weights, preferred_element_type=_sum_dtype(rows)).astype(rows.dtype)
+
+
+def _even_backward(saved: tuple[jax.Array, jax.Array], grads: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows, weights = saved
+    d_rows = jnp.einsum("gcf,gdf->gcd", grads, weights, preferred_element_type=_sum_dtype(rows))
+    d_weights = jnp.einsum("gcd,gcf->gdf", rows, grads, preferred_element_type=_sum_dtype(weights))
+    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)
+
+
+_even.defvjp(lambda rows, weights: (_even(rows, weights), (rows, weights)), _even_backward)
 
 
 # ---- Blocked implementation ------------------------------------------------------------------------------------------

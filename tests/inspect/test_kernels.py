@@ -104,7 +104,11 @@ PROGRAMS = {
     "grouped": (call("mosaic_gpu_v2", op_name=GROUPED), "grouped matmul", "tokamax Mosaic", "bf16"),
     "grouped_triton": (call("x.triton", op_name=GROUPED), "grouped matmul", "tokamax Triton", "bf16"),
     "blocked": (dot(f"{LAYER}/moe/grouped_matmul/while/body/dot_general"), "grouped matmul", "XLA loop", "bf16"),
-    "swiglu": (dot(f"{LAYER}/moe/transpose(jvp(grouped_swiglu))/dot_general"), "grouped matmul", "XLA loop", "bf16"),
+    "swiglu": (dot(f"{LAYER}/moe/transpose(jvp(grouped_swiglu))/while/body/x"), "grouped matmul", "XLA loop", "bf16"),
+    "even": (
+        fusion(TRITON_DOT, "kCustom", "__triton", f"{LAYER}/moe/grouped_matmul/gcd,gdf->gcf/dot_general"),
+        "grouped matmul", "Triton", "bf16",
+    ),
     "fp8_triton": (fusion(TRITON_DOT, "kCustom", "__triton", dtype="f8e4m3fn"), "matmul", "Triton", "f8e4m3fn"),
     "norm": (fusion(RSQRT), "norm", "XLA fusion", "bf16"),
     "triton_norm": (fusion(RSQRT, "kCustom", "__triton"), "norm", "Triton fusion", "bf16"),
@@ -178,7 +182,8 @@ REASONS = [
     ("blockwise", AUTO, "heads have 80 dimensions"), ("blockwise", NAMED, 'attention="blockwise"'),
     ("einsum", {}, "the model computes scores and softmax"), ("blocked", {}, "not installed"), ("grouped", {}, ""),
     ("float32", {}, "f32 operands: tensor cores need 16 or 8 bits"), ("triton", {}, "not autotuned"),
-    ("fp8_triton", {}, "not autotuned"), ("swiglu", {}, "not installed"), ("fp8", {}, ""),
+    ("fp8_triton", {}, "not autotuned"), ("swiglu", {}, "not installed"),
+    ("even", {}, "not autotuned"), ("fp8", {}, ""),
     ("loop", {}, "XLA fused it with element-wise operations"), ("cublas", {}, ""), ("norm", {}, ""),
 ]  # fmt: skip
 

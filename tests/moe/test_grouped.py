@@ -24,7 +24,7 @@ from meshpar.inspect.explain import explain
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.target import mesh_on, missing_aot, traced_for
 from meshpar.inspect.timeline import program_work as work
-from meshpar.layers.precision import Precision
+from meshpar.layers.precision import Precision, products
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing, choose_grouped_matmul, grouped_matmul, grouped_swiglu
 from meshpar.moe import tokamax_kernels as kernels
@@ -185,6 +185,22 @@ def test_kernels_match_masked_references(kernel, name, dtype, remat, request):
                 np.testing.assert_allclose(x, exact, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{case}: {number}")
             assert not np.asarray(actual[0])[sizes.sum() :].any()
             assert not np.asarray(actual[1])[sizes.sum() :].any()
+
+
+@pytest.mark.parametrize("kernel", [grouped_matmul, grouped_swiglu])
+def test_gradients_of_even_groups_multiply_16_bits(kernel):
+    rows, *weights = (jnp.ones(shape, jnp.bfloat16) for shape in ((32, 8), (4, 8, 8), (4, 8, 8), (4, 8, 8)))
+    weights = weights[:1] if kernel is grouped_matmul else weights
+    sizes = np.full(4, 8)
+
+    def total(*args):
+        return kernel(*args, sizes).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=tuple(range(1 + len(weights)))))(rows, *weights)
+    matmuls = [eqn for _, eqn in products(jaxpr)]
+    assert len(matmuls) == 3 * len(weights)
+    assert {x.aval.dtype for eqn in matmuls for x in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
+    assert {eqn.params["preferred_element_type"] for eqn in matmuls} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize(("kernel", "num_products"), [("matmul", 3), ("swiglu", 9), ("biased", 9)])
