@@ -54,7 +54,7 @@ MATMUL_EFFICIENCY = 0.65
 """Fraction of the peak that matmuls reach if no rates were measured. This is an assumption and not a fit. Large
 bfloat16 matmuls alone reach 0.79 on an H100 (XLA's table, xla/service/gpu/model/matmul_interpolator_data.h, 2025), and
 0.60 to 0.69 on Meta's H100s with 500 W (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2024 and 2025). With
-this value, published training runs are predicted with a median error of 3 % in bfloat16 and 18 % in fp8
+this value, published training runs are predicted with a median error of 3 % in bfloat16 and 19 % in fp8
 (`tests/planner/published.txt`). Attention has its own rates (`Gpu.attention_flops_per_s`)."""
 ALPHA_S: Mapping[str, float] = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4.0e-6}
 """Latency of a ring step by kind of link, from NCCL's tuning model for rings with the LL128 protocol (NVIDIA/nccl,

@@ -32,12 +32,13 @@ LLAMA2_7B = functools.partial(llama2, num_layers=32, embed_dim=4096, num_heads=3
 LLAMA2_13B = functools.partial(llama2, num_layers=40, embed_dim=5120, num_heads=40, num_kv_heads=40, mlp_dim=13_824)
 META = {
     "bf16_flops_per_s": 835e12, "memory_bytes": 96e9, "memory_bytes_per_s": 2.4e12, "attention_rates": (333e12, 318e12),
-    "memory_efficiency": 0.92,
+    "memory_efficiency": 0.92, "matmul_rates": (585e12, 1126e12),
 }  # fmt: skip
 """The H100s of torchtitan's benchmarks: limited to 500 W, with HBM2e of 2.4 TB/s. By its footnote, the peak is between
 those of an H100 NVL, which is used here, and of an SXM. They ran FlashAttention-2, whose rates have the same source as
 backward rates of cuDNN's attention in `gpus.toml`. The fraction of the bandwidth is torchao's
-(torchao/testing/float8/roofline_utils.py, 2025: point-wise kernels on these GPUs)."""
+(torchao/testing/float8/roofline_utils.py, 2025: point-wise kernels on these GPUs). The matmul rates, of which the
+ratio is used, are for 8,192³ on an H100 with 500 W (pytorch/FBGEMM, pull request 2546, 2024-04)."""
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 2024-12"
 TITAN_OLD = "torchtitan, docs/performance.md, 2024"
 BRIDGE_26 = "Megatron-Bridge, docs/performance-summary.md, 2026, FP8-CS; batch and recomputation are assumed"
