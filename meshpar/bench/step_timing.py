@@ -14,12 +14,11 @@ import jax
 from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.bench.variants import Variant
 from meshpar.hardware.clusters import peak_flops_per_s
-from meshpar.inspect.explain import explain
 from meshpar.inspect.model_flops import model_flops
 from meshpar.pod.multihost import version_of
 from meshpar.runs.recipe import Recipe
 from meshpar.runs.recipe_file import load_recipe
-from meshpar.sharding.errors import MeshparError, check_cases, check_positive_int
+from meshpar.sharding.errors import check_cases, check_positive_int
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import axis_sizes
 from meshpar.sharding.units import human_bytes, human_time, si
@@ -264,18 +263,15 @@ class _Run:
         variant, notes = self.variant, self.notes
         recipe, setup, shape = variant.recipe, variant.setup, variant.tokens_shape
         flops_per_token = getattr(recipe.model, "flops_per_token", None)
-        full_flops = report = None
+        full_flops = None
         if shape is not None and flops_per_token is not None:
             causal_flops = math.prod(shape) * flops_per_token(shape[1], causal=True)
             full_flops = math.prod(shape) * flops_per_token(shape[1])
         else:
             causal_flops = model_flops(variant.step, setup.abstract, variant.batch).step
-        try:
-            report = explain(variant.step, setup.abstract, variant.batch, advise=False)
-        except MeshparError as error:
-            notes.append(f"no prediction: {error}")
-        if report is not None and report.compute.predicted_step_s is None:
-            notes.append(f"no predicted time: {report.overlap.reason}")
+        prediction = variant.predicted()
+        if prediction.reason:
+            notes.append(f"no predicted time: {prediction.reason}")
         precision, devices = recipe.step.precision, variant.devices
         peak = peak_flops_per_s(devices.flat[0].device_kind, precision.compute or precision.params or "float32")
         if peak is None:
@@ -291,8 +287,8 @@ class _Run:
             causal_flops=causal_flops,
             full_flops=full_flops,
             peak_flops_per_s=None if peak is None else peak * devices.size,
-            predicted_step_s=None if report is None else report.compute.predicted_step_s,
-            predicted_peak_bytes=None if report is None else report.memory.peak_bytes,
+            predicted_step_s=prediction.step_s,
+            predicted_peak_bytes=prediction.peak_bytes,
             notes=tuple(notes),
         )
 

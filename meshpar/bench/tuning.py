@@ -22,22 +22,14 @@ import jax
 
 from meshpar.bench.step_timing import Ratio
 from meshpar.bench.variants import Variant
-from meshpar.hardware.clusters import Cluster, cluster_here
-from meshpar.hardware.compile_options import overlap_limit
 from meshpar.hardware.compile_target import GPUS
-from meshpar.inspect.census import census
-from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.memory import limit_bytes
-from meshpar.inspect.program import memory_of
-from meshpar.inspect.schedule_counts import ScheduleCounts
-from meshpar.inspect.timeline.simulator import timeline
 from meshpar.runs.compile_cache import cache_location, keeping_programs
 from meshpar.runs.recipe import Recipe
 from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.tuned import MeasuredProgram, Tuned
 from meshpar.sharding.errors import MeshparError, check_number
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import axis_sizes
 from meshpar.sharding.units import human_bytes, human_time
 
 COMPILE_SHARE = 0.5
@@ -263,15 +255,6 @@ def _value(recipe: Recipe, path: str, value: Any) -> Any:
     return int(product) if product.denominator == 1 and product >= 1 else None
 
 
-def simulated_step_s(variant: Variant, module: hlo.Module, cluster: Cluster) -> float:
-    """Return the predicted time of a compiled step, as in `explain`."""
-    execution = variant.step.describe(variant.setup.abstract, variant.batch)
-    counts = None if execution.pipeline is None else ScheduleCounts(execution.pipeline.table())
-    collectives = census(module, axis_sizes(variant.setup.mesh), counts)
-    limit = overlap_limit(variant.step.compile_options(variant.setup))
-    return timeline(module, collectives, cluster, counts, overlap_limit=limit).step_s
-
-
 @dataclasses.dataclass(eq=False)
 class _Trial:
     """An alternative during the search. The recipe itself is a trial without changes."""
@@ -369,19 +352,11 @@ class _Search:
 
     def _compile(self, trial: _Trial) -> None:
         """Compile a lowered step, and predict its time if the devices are in the catalogue."""
-        variant = trial.variant
-        assert variant is not None
-        lowered, start = variant.lowered, time.perf_counter()
-        compiled = lowered.compile()
-        trial.compile_s = time.perf_counter() - start
-        # The recipe's program may come from the cache, so its time is not an estimate for all programs.
+        assert trial.variant is not None
+        prediction = trial.variant.predicted()
+        trial.step_s, trial.peak_bytes, trial.compile_s = prediction.step_s, prediction.peak_bytes, prediction.compile_s
+        # The recipe's program may be in the cache, so its time is not an estimate for all programs.
         self.longest_compile_s = max(self.longest_compile_s, trial.compile_s)
-        memory = memory_of(compiled.memory_analysis())
-        trial.peak_bytes = sum(memory[f"{kind}_bytes"] for kind in ("argument", "output", "temporary"))
-        trial.peak_bytes -= memory["alias_bytes"]
-        cluster = cluster_here(list(variant.devices.flat))
-        if cluster is not None:
-            trial.step_s = simulated_step_s(variant, hlo.parse(compiled.as_text() or ""), cluster)
 
     def _compile_all(self, trials: Sequence[_Trial]) -> None:
         """Lower the alternatives, and compile them in threads until the time limit."""

@@ -5,15 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from meshpar.hardware.compile_options import fingerprint
+from meshpar.hardware.clusters import Cluster, cluster_here
+from meshpar.hardware.compile_options import fingerprint, overlap_limit
+from meshpar.inspect.census import census
+from meshpar.inspect.explain import check_equal_parts
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.program import Program, memory_of
+from meshpar.inspect.schedule_counts import ScheduleCounts
+from meshpar.inspect.timeline.simulator import timeline
 from meshpar.loop.fit import Hook, Record, Run, fit
 from meshpar.runs.recipe import Recipe, batch_shapes, build_setup, build_step, open_data
+from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.types import axis_sizes
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.step import TrainStep
 
@@ -23,6 +33,20 @@ DOCUMENTS = 4
 """Number of documents in each synthetic packed sequence."""
 _FIELDS = {"inputs", "targets", "segments", "positions", "weights"}
 """Fields of a batch of tokens."""
+
+
+class Prediction(NamedTuple):
+    """A compiled step, and its time as in `explain`."""
+
+    step_s: float | None
+    """Predicted time, or None."""
+    reason: str
+    """Reason why there is no predicted time, or empty."""
+    peak_bytes: int
+    """Peak memory of a device."""
+    compile_s: float
+
+
 Batches = Sequence[Mapping[str, jax.Array]]
 
 
@@ -87,6 +111,21 @@ class Variant:
     def fingerprint(self) -> str:
         """Hash of the program and its compile options, as in `explain` and `train`."""
         return fingerprint(self.lowered, self.step.compile_options(self.setup))
+
+    def predicted(self) -> Prediction:
+        """Compile the step, unless it is compiled, and predict its time. The step then runs this executable."""
+        start = time.perf_counter()
+        compiled = self.lowered.compile()
+        compile_s = time.perf_counter() - start
+        memory, cluster = memory_of(compiled.memory_analysis()), cluster_here(list(self.devices.flat))
+        program = Program(target="", text=compiled.as_text() or "", compile_s=compile_s, **memory)
+        step_s, reason = None, f"{self.devices.flat[0].device_kind} is not in the catalogue of GPUs"
+        if cluster is not None:
+            try:
+                step_s, reason = simulated_step_s(self, program.module, cluster), ""
+            except MeshparError as error:  # a pipeline that `explain` refuses, too
+                reason = error.reason
+        return Prediction(step_s, reason, program.peak_bytes, compile_s)
 
     def shares_state_of(self, other: Variant) -> bool:
         """Return whether both steps take the same arrays with the same shardings."""
@@ -153,3 +192,13 @@ def _tokens(
         return numbers.integers(0, vocab_size, like.shape).astype(like.dtype)
 
     return {name: array(name, like) for name, like in batch.items()}
+
+
+def simulated_step_s(variant: Variant, module: hlo.Module, cluster: Cluster) -> float:
+    """Return the predicted time of a compiled step, as in `explain`."""
+    check_equal_parts(variant.setup.abstract)
+    execution = variant.step.describe(variant.setup.abstract, variant.batch)
+    counts = None if execution.pipeline is None else ScheduleCounts(execution.pipeline.table())
+    collectives = census(module, axis_sizes(variant.setup.mesh), counts)
+    limit = overlap_limit(variant.step.compile_options(variant.setup))
+    return timeline(module, collectives, cluster, counts, overlap_limit=limit).step_s

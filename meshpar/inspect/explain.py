@@ -134,7 +134,7 @@ def explain(
     state, batch, *rest = args
     cluster = rest[0] if rest else cluster
     cluster = None if cluster is None else parse_cluster(cluster)
-    _check_equal_parts(state)
+    check_equal_parts(state)
     batch = jax.tree.map(shape_of, batch)
     state = _on_target(state, cluster)
     if cluster is None:
@@ -351,7 +351,8 @@ def _repeated_reductions_note(execution: Execution) -> Iterator[str]:
             return
 
 
-def _check_equal_parts(state: TrainState) -> None:
+def check_equal_parts(state: TrainState) -> None:
+    """Check that all pipeline chunks have the same number of layers, so that a program can be counted by stage."""
     pipelined = state.setup.strategy.pipeline
     stacks = {d.leaf.shape[0] for d in state.setup.table.params if d.leaf.is_stacked}
     if pipelined is None or len(stacks) != 1:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.bench import step_timing
 from meshpar.bench.step_timing import Ratio, StepTiming, StepTimings
 from meshpar.bench.variants import Variant
 from meshpar.inspect.explain import explain
-from meshpar.inspect.report import Report
 from meshpar.models import TransformerConfig, next_token_loss
 from tests.errors import raises
 
@@ -46,29 +43,13 @@ def linear_recipe() -> mp.Recipe:
     return recipe().replace(model=model, loss=loss)
 
 
-class Measured(NamedTuple):
-    timings: StepTimings
-    reports: list[Report]
-    """The reports of `explain`, in the order of the configurations."""
-
-
 @pytest.fixture(scope="module")
-def measured() -> Measured:
+def timings() -> StepTimings:
     """Measure three steps of a recipe, in alternation with two micro-steps."""
-    reports = []
-
-    def explained(*args, **options):
-        reports.append(explain(*args, **options))
-        return reports[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_timing, "explain", explained)
-        found = mp.bench.steps(linear_recipe(), steps=3, against=["step.accumulate=2"], devices=jax.devices()[:1])
-    return Measured(found, reports)
+    return mp.bench.steps(linear_recipe(), steps=3, against=["step.accumulate=2"], devices=jax.devices()[:1])
 
 
-def test_two_configurations_are_measured_in_alternate_blocks(measured) -> None:
-    timings = measured.timings
+def test_two_configurations_are_measured_in_alternate_blocks(timings) -> None:
     first, second = timings.timings
     assert [first.label, second.label] == ["the recipe", "step.accumulate=2"]
     assert [len(timing.steps_s) for timing in timings.timings] == [3, 3]
@@ -80,20 +61,21 @@ def test_two_configurations_are_measured_in_alternate_blocks(measured) -> None:
     assert all(timing.min_s <= timing.median_s < timing.first_step_s for timing in timings.timings)
 
 
-def test_program_and_memory_are_those_of_explain(measured) -> None:
-    pairs = list(zip(measured.timings.timings, measured.reports, strict=True))
-    assert [timing.fingerprint for timing, _ in pairs] == [report.fingerprint for _, report in pairs]
-    assert [timing.predicted_peak_bytes for timing, _ in pairs] == [report.memory.peak_bytes for _, report in pairs]
-    assert pairs[0][0].fingerprint != pairs[1][0].fingerprint
+def test_program_and_memory_are_those_of_explain(timings) -> None:
+    variant = Variant.of(linear_recipe(), devices=jax.devices()[:1])
+    report = explain(variant.step, variant.setup.abstract, variant.batch, advise=False)
+    first, second = timings.timings
+    assert first.fingerprint == report.fingerprint != second.fingerprint
+    assert first.predicted_peak_bytes == report.memory.peak_bytes
 
 
-def test_missing_values_have_a_reason_on_cpus(measured) -> None:
-    first = measured.timings.to_json()["timings"][0]
+def test_missing_values_have_a_reason_on_cpus(timings) -> None:
+    first = timings.to_json()["timings"][0]
     assert first["peak_bytes"] is first["predicted_step_s"] is first["utilization"] is None
     assert [note.partition(":")[0] for note in first["notes"]] == [
         "the devices do not report their peak memory", "no predicted time", "no utilization",
     ]  # fmt: skip
-    assert "step.accumulate=2: " in str(measured.timings)
+    assert "step.accumulate=2: " in str(timings)
 
 
 def test_utilization_in_both_conventions() -> None:
@@ -139,10 +121,11 @@ def test_executable_that_was_compiled_before_is_the_one_that_runs() -> None:
     )
     state, batches = first.setup.init(0), first.batches()
     state, _ = first.run(state, batches, 1)
-    second.lowered.compile()
+    second.predicted()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         state, seconds = second.run(state, batches, 2)
+        assert first.predicted().step_s is None  # it has run, and is not compiled again
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(seconds) == 2

@@ -16,7 +16,7 @@ import pytest
 import meshpar as mp
 from meshpar.bench import tuning
 from meshpar.bench.tuning import OPTIONS, Option, Times, alternatives
-from meshpar.bench.variants import Variant
+from meshpar.bench.variants import Variant, simulated_step_s
 from meshpar.hardware.clusters import parse_cluster
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.runs.overrides import override
@@ -230,7 +230,7 @@ def test_prediction_equals_that_of_explain(pod) -> None:
     )
     variant, cluster = Variant.of(recipe, devices=jax.devices()[:1]), parse_cluster("h100:1x1")
     report = mp.explain(variant.step, variant.setup.abstract, variant.batch, cluster, pod=pod, advise=False)
-    predicted_s = tuning.simulated_step_s(variant, report.program.module, cluster)
+    predicted_s = simulated_step_s(variant, report.program.module, cluster)
     assert predicted_s == pytest.approx(report.compute.predicted_step_s)
 
 
