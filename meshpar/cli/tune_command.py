@@ -47,7 +47,7 @@ def tune(
     noise.
 
     The file is valid for the same program, devices and versions: `meshpar train recipes/gpt_stdlib.py --tuned
-    tuned.json`.
+    tuned.json --name tuned`.
     """
     prepare_devices(devices)
     from meshpar.bench.tuning import tune as search

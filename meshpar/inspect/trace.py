@@ -113,7 +113,7 @@ class MeasuredKernel(Plain):
     predicted_s: float | None
     """None without a prediction for this GPU."""
     program_count: float = 0.0
-    """Executions of the instruction in the program. Libraries may run several kernels for an instruction."""
+    """Executions of the instruction in the program. A library may run more than a kernel per instruction."""
     flops: float = 0.0
     """Matmul FLOPs."""
     moved_bytes: float = 0.0
@@ -189,7 +189,7 @@ def read(
     """Read a profile and compare it with the predictions for the traced program.
 
     Args:
-      path: a trace file, or the folder of a run, of which the newest trace is read.
+      path: a trace file, or the folder of a run with its newest trace.
       mesh: sizes of the mesh axes, for the axes of collectives.
       cluster: the GPUs of the trace, for predictions.
       links: measured links between other devices. The default for CPU host devices is
@@ -316,7 +316,7 @@ class _Program:
         )
 
     def joined(self, event: Event) -> Event:
-        """Return the event with the name of its instruction, if it is a kernel of a CUDA graph."""
+        """Return a kernel of a CUDA graph with the name of the instruction, and other events unchanged."""
         name = self.by_kernel_name.get(event.name) if event.in_graph else None
         return event if name is None else event._replace(name=name)
 

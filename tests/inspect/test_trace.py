@@ -171,7 +171,7 @@ def test_kernels_are_joined_to_the_traced_program(tmp_path):
     assert (gemm.kind, gemm.implementation, gemm.module, gemm.phase) == ("matmul", "cuBLAS", "gradients/mlp", "forward")
     assert (attention.kind, attention.implementation, attention.module) == ("attention", "cuDNN", "gradients/attention")
     assert (update.kind, update.phase) == ("optimizer update", "optimizer")
-    assert gemm.count == 0.5  # two steps, and the kernels of one
+    assert gemm.count == 0.5  # the trace has two steps, but kernels of the first only
     assert gemm.measured_s == pytest.approx(20e-6)
     assert gemm.predicted_s == pytest.approx(2 * 512**3 / CLUSTER.rates.product_flops_per_s(16, 2 * 512**3))
     assert gemm.ratio == pytest.approx(gemm.measured_s / gemm.predicted_s)
@@ -238,7 +238,7 @@ def test_run_folder_determines_mesh_gpus_and_schedule(tmp_path):
 
 @pytest.mark.call_stacks
 def test_trace_of_this_process_contains_the_programs_that_ran(tmp_path):
-    """Two programs have the same name. XLA's field numbers and names are those that the reader assumes."""
+    """Two programs have the same name. The reader assumes XLA's field numbers and names."""
 
     def _step(x):
         with jax.named_scope("gradients"), jax.named_scope("mlp"):
