@@ -213,7 +213,7 @@ def test_plans_use_the_measured_rate_of_their_matmul_sizes(tmp_path):
         (lambda: gpu_rates(sizes=(0,)), "not-an-int"),
         (lambda: gpu_rates(dtype="int8"), "unknown-choice"),
         (lambda: gpu_rates(seconds=0), "out-of-range"),
-        (lambda: gpu_rates(sizes=(8,), repeats=1).profile("my.json"), "unknown-name"),
+        (lambda: dataclasses.replace(MEASURED, device="cpu").profile("my.json"), "unknown-name"),
     ],
 )
 def test_gpu_rates_rejects_invalid_arguments(make, code):

@@ -202,6 +202,7 @@ def test_8_bit_matmuls_take_about_half_of_the_time(small):
     assert saved_s == pytest.approx(saved * small.flops[None] * small.examples / 8 / rate, rel=1e-3)
 
 
+@pytest.mark.matrix
 def test_kernels_for_experts_write_the_gradients_of_weights_once():
     """With tokamax's kernels, MoE layers move fewer bytes, and their matmuls run at the kernels' rates."""
     work, cluster = workload(MOE, 8, 64), parse_cluster("h100:1x8")
