@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import types
+from concurrent.futures import wait
 
 import jax
 import numpy as np
@@ -87,6 +88,12 @@ def test_programs_beyond_the_time_limit_are_dropped_and_listed(monkeypatch):
         now[0] += 8
         return 1.0
 
+    def compiled(*args, compile_all=gpu._compile):
+        programs = compile_all(*args)
+        wait(future for futures in programs.values() for future in futures)
+        return programs
+
+    monkeypatch.setattr(gpu, "_compile", compiled)
     monkeypatch.setattr(gpu, "_time_s", time_s)
     found = measured_jobs(monkeypatch, [job(name) for name in "abcdef"], seconds=30)
     assert list(found.shapes) == ["a", "b", "c", "d"]

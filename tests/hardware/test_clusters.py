@@ -176,6 +176,7 @@ def test_older_profile_has_its_rates(tmp_path):
     ("mosaic", AttentionSize(64, 1024), 273e12, 209e12),
     ("mosaic", AttentionSize(96, 1024), 388e12, 288e12),  # the nearest head size is 128
     ("triton", AttentionSize(256, 65_536), 323e12, 208e12),  # beyond the measured lengths
+    ("mosaic", AttentionSize(128, 5793), (574e12 + 620e12) / 2, (403e12 + 438e12) / 2),  # √2 times 4,096
 ])  # fmt: skip
 def test_attention_rates_depend_on_length_head_size_and_mask(kernel, size, forward, backward):
     assert GPUS["h100"].attention_flops_per_s(kernel, size) == (
