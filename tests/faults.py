@@ -91,7 +91,7 @@ FAULTS = (
     Fault("weights are not summed over devices", "layers/losses.py",
         "lax.psum(total, tuple(axes)) if axes else total", "total * (num_parts // len(keys))",
         "training/gradients/test_zeropp.py -k zero_weight"),
-    Fault("weights are not summed over microbatches", "pipeline/executor.py",
+    Fault("weights are not summed over microbatches", "pipeline/stage_program.py",
         ".normalized(self.functions.normalizer)", ".normalized()", "pipeline/test_executor.py -k weight"),
     Fault("a sum is divided by the number of parts", "layers/losses.py",
         "value = loss.total * num_parts\n", "value = loss.total\n", "layers/test_losses.py -k combine and sum"),

@@ -31,6 +31,7 @@ from meshpar.parallel.strategy import Strategy
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import F, W
+from meshpar.schedules.uniform import uniform
 from meshpar.training.state import Setup
 
 
@@ -152,6 +153,9 @@ class _Staged:
         parts = self.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.schedule.microbatches)
         is_backward, (minimum, maximum) = "backward" in collective.role, collective.count
+        if collective.role == scales.SCALES and collective.stack > 1 and uniform(self.schedule) is not None:
+            # If a stage has a single chunk, XLA may move computations with its weights out of the loop over ticks.
+            minimum = collective.stack if self.schedule.chunks == 1 else minimum
         if side == "last" and is_backward:  # the input of the head always needs a gradient
             minimum = maximum if not self.execution.on_cpu else max(minimum, 1)
         # A tied table is on both sides: its forward sum belongs to the lookup, its backward sum to the head.

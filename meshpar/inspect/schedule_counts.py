@@ -71,7 +71,7 @@ class ScheduleCounts:
 
         `lengths` are the durations of the tick slots, `[tick, stage]`. The result has the same unit.
         """
-        return makespan(self._plan.slots, lengths)
+        return makespan(self.schedule, lengths)
 
     def executions(self, visit: Visit) -> tuple[int, np.ndarray] | None:
         """Return (index of the tick loop in `visit.loops`, mask `[tick, stage]` of the slots that run the computation).

@@ -352,10 +352,10 @@ def on_slices(layer: Layer, x: PyTree, run: Callable[[Layer, Any], Any]) -> PyTr
     return join_batch(out) if aux is None else (join_batch(out), aux)
 
 
-def scanned(layer: Layer, x: PyTree, inputs: PyTree, *, with_caches: bool = False) -> PyTree:
+def scanned(layer: Layer, x: PyTree, inputs: PyTree, *, with_caches: bool = False, unroll: int = 1) -> PyTree:
     """Run the layers with `lax.scan`. See `scan_layers` for the result."""
     if isinstance(layer, SlicedLayer):
-        return on_slices(layer, x, lambda layer, xs: scanned(layer, xs, inputs, with_caches=with_caches))
+        return on_slices(layer, x, lambda layer, xs: scanned(layer, xs, inputs, with_caches=with_caches, unroll=unroll))
 
     def step(x: Any, layer_inputs: PyTree) -> Any:
         out, aux = with_aux(layer(x, layer_inputs))
@@ -368,7 +368,7 @@ def scanned(layer: Layer, x: PyTree, inputs: PyTree, *, with_caches: bool = Fals
             check_alike("a layer", x, y)
         return y, (cache, aux)
 
-    unroll = layer.unroll if isinstance(layer, UnrolledLayer) else 1
+    unroll = layer.unroll if isinstance(layer, UnrolledLayer) else unroll
     x, (caches, aux) = jax.lax.scan(step, x, inputs, unroll=unroll)
     out = (x, caches) if with_caches else x
     return out if aux is None else (out, Aux(aux.loss.sum(0), aux.metrics))

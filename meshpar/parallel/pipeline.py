@@ -37,6 +37,8 @@ class Pipeline(Parallelism):
 
     stage_layer_offset: tuple[int, int] = (0, 0)
     """Number of layers by which the first and the last pipeline chunk are smaller than inner chunks."""
+    spread_head: bool = True
+    """Whether all stages compute the embedding and the head, in schedules with this option."""
 
     name = "pipeline_parallel"
     axes = ("stage",)
@@ -48,6 +50,7 @@ class Pipeline(Parallelism):
             reason = "it must be two nonnegative integers, for the first and the last chunk"
             fix = "write stage_layer_offset=(0, 1) for fewer layers in the last chunk"
             raise problem("pipeline_parallel()", f"set stage_layer_offset={offset!r}", reason, fix, code="not-an-int")
+        check_choice("pipeline_parallel()", "the stages of the head", (True, False), spread_head=self.spread_head)
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
             check_positive_int("pipeline_parallel()", f"the number of {field}", **{field: getattr(self, field)})
         check_choice("pipeline_parallel()", "the time of the weight gather", get_args(Gather), gather=self.gather)
@@ -75,7 +78,7 @@ class Pipeline(Parallelism):
             return self.table()
         around = 2 * self.stages
         few = min(self.microbatches, around + self.microbatches % around)
-        return _cached_schedule(self.schedule, self.stages, few, self.chunks)
+        return _cached_schedule(self.schedule, self.stages, few, self.chunks, self.spread_head)
 
     def table(self) -> Schedule:
         """Return the schedule for all microbatches."""
@@ -83,7 +86,7 @@ class Pipeline(Parallelism):
 
         if self.schedule.endswith(".csv"):
             return Schedule.from_csv(self.schedule)
-        return _cached_schedule(self.schedule, self.stages, self.microbatches, self.chunks)
+        return _cached_schedule(self.schedule, self.stages, self.microbatches, self.chunks, self.spread_head)
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
@@ -133,11 +136,14 @@ copies of the model."""
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_schedule(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+def _cached_schedule(schedule: str, stages: int, microbatches: int, chunks: int | None, spread_head: bool) -> Schedule:
     """Return a cached schedule, because building a table needs about 0.1 s."""
-    from meshpar.schedules import make
+    from meshpar.schedules import SCHEDULES, make
 
-    return make(schedule, stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
+    options = {} if chunks is None else {"chunks": chunks}
+    if schedule in SCHEDULES and "spread_head" in (SCHEDULES[schedule].__kwdefaults__ or {}):
+        options["spread_head"] = spread_head
+    return make(schedule, stages, microbatches, **options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ def pipeline_parallel(
     chunks: int | None = None,
     gather: Gather = "step",
     stage_layer_offset: tuple[int, int] = (0, 0),
+    spread_head: bool = True,
     axis: str = "stage",
 ) -> Strategy:
     """Pipeline parallelism: shard the stacked layers over `axis`, and process the batch in microbatches.
@@ -38,13 +39,16 @@ def pipeline_parallel(
       microbatches: number of microbatches per local batch. The loss is their mean.
       schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. Stages synchronize in every tick
         slot. In "1f1b", a forward pass may wait for the backward pass of another stage, which is longer if layers are
-        rematerialized. In "eager-1f1b", all stages run the same direction in a slot, and twice as many
-        microbatches are in memory.
+        rematerialized. In "eager-1f1b" and "interleaved-1f1b", all stages run the same ops in a slot, without
+        conditionals, and more microbatches are in memory.
       chunks: number of pipeline chunks per stage, for "interleaved-1f1b" and "eager-1f1b".
       gather: with `fsdp()`, "step" gathers weights once and keeps them, and "microbatch" gathers them for each
         microbatch and frees them.
       stage_layer_offset: how many layers fewer the first and the last chunk have than the others, to balance the cost
         of embedding and head.
+      spread_head: for "eager-1f1b" and "interleaved-1f1b", whether all stages compute the embedding and the head, each
+        for a part of the microbatches. Otherwise the first and the last stage do, while the others wait, and the
+        activations of up to `stages - 1` fewer microbatches are in memory.
       axis: mesh axis of the stages.
 
     Raises:
@@ -56,6 +60,6 @@ def pipeline_parallel(
     """
     part = Pipeline(
         stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks, gather=gather, axis=axis,
-        stage_layer_offset=stage_layer_offset,
+        stage_layer_offset=stage_layer_offset, spread_head=spread_head,
     )  # fmt: skip
     return Strategy((part,))

@@ -29,9 +29,9 @@ from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.layers.scan import Aux, scan_layers
-    from meshpar.pipeline.executor import MicrobatchInputs, Params
     from meshpar.pipeline.gradients import Result, value_and_grad
     from meshpar.pipeline.split_backward import SplitVjp, split_vjp
+    from meshpar.pipeline.stage_program import MicrobatchInputs, Params
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -28,19 +28,21 @@ from meshpar.layers.remat import check_remat, named_in, remat_policy
 from meshpar.layers.scan import Aux, with_aux
 from meshpar.parallel.batch import check_examples
 from meshpar.pipeline import stage_checks as checks
-from meshpar.pipeline.executor import (
-    Executor,
+from meshpar.pipeline.executor import Executor, TickPlan
+from meshpar.pipeline.jaxpr_slicing import arrays
+from meshpar.pipeline.stage_placement import WeightPlacement
+from meshpar.pipeline.stage_program import (
     First,
     Functions,
     Last,
     MicrobatchInputs,
     Params,
+    StageProgram,
     StageTotals,
-    TickPlan,
     micro_key,
 )
-from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.staged_model import StagedModel
+from meshpar.pipeline.uniform_executor import UniformExecutor, UniformPlan
 from meshpar.schedules import Schedule
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import problem
@@ -168,6 +170,7 @@ class _PerDevice:
 
     def __init__(self, run: StagedRun, specs: Params) -> None:
         self.run, self.placement = run, WeightPlacement.of(run.schedule, run.axis)
+        self.schedule = self.placement.schedule
         self.batch_axes = tuple(run.batch_axis_sizes)
         self.manual = (run.axis, *self.batch_axes)
         self.expert_specs = _each(lambda _: P(), specs.chunks) if run.expert_specs is None else run.expert_specs
@@ -184,11 +187,18 @@ class _PerDevice:
             lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.entry_specs
         )
         auto = _each(lambda spec: without_axes(spec, self.manual), specs)
-        self.plan = TickPlan.of(run.schedule)
+        uniform = UniformPlan.of(self.schedule)
+        executor: Any
+        if uniform is None:
+            self.plan: TickPlan | UniformPlan = TickPlan.of(self.schedule)
+            executor = Executor
+        else:
+            self.plan, executor = uniform, UniformExecutor
         manual = _each(_without_axes_of, self.manual_specs.chunks, self.expert_specs)
         self.gather_weights = self._gather_weights(manual, auto.chunks)
-        self.executor = functools.partial(
-            Executor,
+        self.executor: Callable[..., StageProgram] = functools.partial(
+            executor,
+            schedule=self.schedule,
             plan=self.plan,
             axis=run.axis,
             grad_dtype=run.grad_dtype,
@@ -215,7 +225,7 @@ class _PerDevice:
 
         Gradients of chunks are `[1, chunk, ...]`, gradients of embedding and head `[1, 1, ...]`.
         """
-        run, count = self.run, self.run.schedule.microbatches
+        run, count = self.run, self.schedule.microbatches
         columns = jax.tree.map(lambda x: x[:, 0], columns)
         key = jax.random.wrap_key_data(key_data)
         if self.batch_axes:
@@ -243,20 +253,22 @@ class _PerDevice:
             grads = grads._replace(chunks=self.placement.collect(grads.chunks))
         grads = jax.tree.map(lambda g: g[None], grads)
         grads = grads._replace(embedding_and_head=jax.tree.map(lambda g: g[None], grads.embedding_and_head))
-        parts = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
-        aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[parts].add(x) for k, x in aux.items()}
+        parts = jnp.asarray(self.schedule.parts)[lax.axis_index(run.axis)]
+        aux = {k: jnp.zeros((self.schedule.num_parts, *x.shape[1:]), x.dtype).at[parts].add(x) for k, x in aux.items()}
         return lax.psum(StageTotals(sums.replace(grads=None), aux), self.manual), grads
 
     def _owners(self, first: Sequence[bool], last: Sequence[bool]) -> list[set[int]]:
         """Return the stages that compute gradients of each leaf of `embedding_and_head`."""
-        rows, last_chunk = self.run.schedule.parts.tolist(), self.run.schedule.num_parts - 1
+        rows, last_chunk = self.schedule.parts.tolist(), self.schedule.num_parts - 1
+        if isinstance(self.plan, UniformPlan):
+            return [set(range(len(rows))) if any(uses) else set() for uses in zip(first, last, strict=True)]
         stages = [{stage for stage, row in enumerate(rows) if chunk in row} for chunk in (0, last_chunk)]
         return [
             set[int]().union(*(owners for use, owners in zip(uses, stages, strict=True) if use))
             for uses in zip(first, last, strict=True)
         ]
 
-    def _outputs(self, executor: Executor) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _outputs(self, executor: StageProgram) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes on one device of the arrays that a chunk sends to the next chunk."""
         sizes = axis_sizes(self.run.mesh) | dict.fromkeys(self.manual, 1)
         outputs = []
@@ -267,8 +279,8 @@ class _PerDevice:
         return tuple(outputs)
 
     def _normalizer(self, embedding_and_head: PyTree, examples: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
-        run, last = self.run, jnp.asarray(self.run.schedule.num_parts - 1, jnp.int32)
-        keys = jax.vmap(lambda index: micro_key(key, index, last))(jnp.arange(run.schedule.microbatches))
+        run, last = self.run, jnp.asarray(self.schedule.num_parts - 1, jnp.int32)
+        keys = jax.vmap(lambda index: micro_key(key, index, last))(jnp.arange(self.schedule.microbatches))
         inputs = MicrobatchInputs(jax.tree.map(lambda x: x[0], examples), keys[0], last, extra)
         # All chunks keep the shapes of the activations.
         y = jax.eval_shape(run.functions.first, embedding_and_head, inputs)
@@ -277,7 +289,7 @@ class _PerDevice:
             params, y, extra = args
             return run.functions.last(params, y, MicrobatchInputs(examples, key, last, extra))
 
-        where = f"the loss function of `{run.schedule.name}` stages"
+        where = f"the loss function of `{self.schedule.name}` stages"
         return normalizer_of(where, terms, (embedding_and_head, y, extra), examples, keys, axes=run.batch_axis_sizes)
 
     def _gather_weights(self, manual: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
@@ -298,6 +310,7 @@ class _PerDevice:
             return _each(gather_leaf, manual, params)
 
         def gather_chunk(params: PyTree) -> PyTree:
+            params = arrays(params)
             with jax.named_scope("gather_part"):
                 if not axes:
                     return gather(params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -16,7 +18,7 @@ from meshpar.sharding.types import PyTree
 Variable = Any
 """A jaxpr variable."""
 Value = Any
-"""An array, a tracer, or None for an unused value."""
+"""An array, a tracer, a `Stacked`, or None for an unused value."""
 
 CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr",
@@ -28,6 +30,66 @@ EXPENSIVE = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while", "cond", "shard_map", "pure_callback"}
 )
 """Primitives that are never computed twice to avoid saving their results."""
+
+
+# ---- Stacked values --------------------------------------------------------------------------------------------------
+
+
+class Stacked(abc.ABC):
+    """An array `[steps, ...]` whose rows are read or written one by one, so that the array itself is not needed."""
+
+    @abc.abstractmethod
+    def row(self, index: int) -> jax.Array:
+        """Return a row."""
+
+    @abc.abstractmethod
+    def array(self) -> jax.Array:
+        """Return all rows as one array."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackedRows(Stacked):
+    """Results of the steps of an unrolled loop."""
+
+    rows: tuple[jax.Array, ...]
+
+    def row(self, index: int) -> jax.Array:
+        return self.rows[index]
+
+    def array(self) -> jax.Array:
+        return jnp.stack(self.rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View(Stacked):
+    """The slot `buffer[index]` of a buffer `[slot, ...]`. A row is read from the buffer by a single slice."""
+
+    buffer: jax.Array
+    index: jax.Array | int
+
+    def row(self, index: int) -> jax.Array:
+        shape = self.buffer.shape[2:]
+        return lax.dynamic_slice(self.buffer, start(self.index, index, *[0] * len(shape)), (1, 1, *shape)).reshape(
+            shape
+        )
+
+    def array(self) -> jax.Array:
+        return lax.dynamic_index_in_dim(self.buffer, self.index, keepdims=False)
+
+
+def start(*indices: jax.Array | int) -> tuple[jax.Array, ...]:
+    """Return indices of the same dtype, as slices require."""
+    return tuple(jnp.asarray(index, jnp.int32) for index in indices)
+
+
+def view(buffers: PyTree, slot: jax.Array | int) -> PyTree:
+    """Return a `View` of each buffer."""
+    return jax.tree.map(lambda buffer: View(buffer, slot), buffers)
+
+
+def arrays(tree: PyTree) -> PyTree:
+    """Return the tree with an array in place of each `Stacked`."""
+    return jax.tree.map(lambda x: x.array() if isinstance(x, Stacked) else x, tree)
 
 
 # ---- Tracing and evaluation ------------------------------------------------------------------------------------------
@@ -80,7 +142,7 @@ def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def _evaluate(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
     """Evaluate an equation with its original source line and named scopes."""
     with _as_traced(eqn), eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        out = eqn.primitive.bind(*arrays(list(values)), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 
@@ -122,6 +184,7 @@ class _Loop:
         inner = eqn.params["jaxpr"]
         self.body: ClosedJaxpr = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
         self.length, self.reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
+        self.is_unrolled = int(eqn.params["unroll"]) >= self.length
         # Stacked values have an additional dim outside the body. Equation parameters differ between jax versions.
         self.num_carry = _lead(eqn.outvars, self.body.jaxpr.outvars)
         self.num_consts = _lead(eqn.invars, self.body.jaxpr.invars) - self.num_carry
@@ -135,8 +198,20 @@ class _Loop:
         """Run a different body over the same steps, and return the final carry and the stacked outputs."""
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         with _as_traced(self.eqn, names):
-            carry, ys = lax.scan(body, carry, xs, **options)
+            carry, ys = lax.scan(body, carry, arrays(xs), **options)
         return [*carry, *ys]
+
+    def run_unrolled(self, body: Callable[..., Any], carry: list[Value], xs: Any, names: Any) -> list[Value]:
+        """Run the steps without a loop. Stacked inputs are read row by row, and stacked outputs are `StackedRows`."""
+        ys: list[Any] = [None] * self.length
+        for step in reversed(range(self.length)) if self.reverse else range(self.length):
+            with _as_traced(self.eqn, names):
+                rows = jax.tree.map(lambda x, i=step: x.row(i) if isinstance(x, Stacked) else x[i], xs)
+                if self.reverse:
+                    # Otherwise XLA may recompute the forward pass of many layers at once.
+                    carry, rows = lax.optimization_barrier((carry, rows))
+                carry, ys[step] = body(carry, rows)
+        return [*carry, *map(StackedRows, zip(*ys, strict=True))]
 
 
 class PendingLoop(NamedTuple):
@@ -189,11 +264,12 @@ def run_interleaved(*programs: Steps[Any]) -> list[Any]:
 
 
 def _run_loops(loops: Sequence[PendingLoop]) -> list[list[Value]]:
-    """Run loops of equal length as a single loop, and return the results of each."""
-    if len(loops) == 1:
-        (p,) = loops
-        return [p.loop.run(p.body, p.carry, p.xs, p.names)]
+    """Run loops of equal length as a single loop, and return the results of each. Unrolled loops need no loop."""
+    if len(loops) == 1 or any(p.loop.is_unrolled for p in loops):
+        runs = [(p, p.loop.run_unrolled if p.loop.is_unrolled else p.loop.run) for p in loops]
+        return [run(p.body, p.carry, p.xs, p.names) for p, run in runs]
     length, outside = loops[0].loop.length, source_info_util.current_name_stack()
+    loops = [p._replace(xs=arrays(p.xs)) for p in loops]
 
     def run_step(p: PendingLoop, carry: list[Value], index: Value) -> tuple[list[Value], list[Value]]:
         xs = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), p.xs)
@@ -363,7 +439,7 @@ class PartialEval:
 
     def run_known(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         """Run the known half, and return all outputs (None if the unknown half computes them) and the residuals."""
-        return run(self.known_steps(args))
+        return arrays(run(self.known_steps(args)))
 
     def known_steps(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
         """Return `run_known` as steps."""
@@ -456,7 +532,7 @@ class _PartialLoop:
 
     def unknown_steps(self, args: Sequence[Value], residuals: Sequence[Value]) -> Steps[list[Value]]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:
-            return run(self.partial_eval.unknown_steps(full, stacked)), []
+            return arrays(run(self.partial_eval.unknown_steps(full, stacked))), []
 
         out, _ = yield from self._half(args, self.unknown, self.partial_eval.unknown_reads, body, residuals)
         return out
@@ -468,6 +544,7 @@ class _PartialLoop:
         """Run a half over all steps, with only the carried and stacked values that it uses."""
         count = sum(outputs[: self.loop.num_carry])
         consts, carry, xs = self.loop.split(args)
+        consts, carry = arrays(consts), arrays(carry)
         reads = self.loop.split(needs)[2]
         used_carry = [value for value, keep in zip(carry, outputs, strict=False) if keep]
         used_xs = [value for value, use in zip(xs, reads, strict=True) if use]

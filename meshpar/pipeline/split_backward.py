@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from meshpar.pipeline.jaxpr_slicing import PartialEval, Steps, depends, flat_jaxpr, run
+from meshpar.pipeline.jaxpr_slicing import PartialEval, Steps, arrays, depends, flat_jaxpr, run
 from meshpar.sharding.types import PyTree
 
 Values: TypeAlias = tuple[jax.Array, ...]
@@ -124,20 +124,21 @@ class SplitVjp:
 
     def forward(self, params: PyTree, x: PyTree) -> tuple[PyTree, Values]:
         """Run F, and return `(y, saved_activations)`."""
-        return run(self.forward_steps(params, x))
+        return arrays(run(self.forward_steps(params, x)))
 
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
         """Run `forward` as a generator that pauses at each loop, for `jaxpr_slicing.run_interleaved`.
 
-        The other methods whose names end in `_steps` are generators, too.
+        The other methods whose names end in `_steps` are generators, too. Their saved activations, deferred values and
+        parameter gradients may be `Stacked`, and so may their arguments.
         """
         out, _ = yield from self._forward.known_steps(jax.tree.leaves((params, x)))
         y, residuals = out[: self._y.count], out[self._y.count :]
-        return jax.tree.unflatten(self._y.structure, y), tuple(residuals[i] for i in self._residuals.saved)
+        return jax.tree.unflatten(self._y.structure, arrays(y)), tuple(residuals[i] for i in self._residuals.saved)
 
     def shared(self, params: PyTree) -> Values:
         """Return the residuals that depend on parameters and constants only. They are the same for all microbatches."""
-        out, _ = self._shared.run_known([*jax.tree.leaves(params), *[None] * self._x.count])
+        out, _ = run(self._shared.known_steps([*jax.tree.leaves(params), *[None] * self._x.count]))
         residuals = out[self._y.count :]
         return tuple(residuals[i] for i in self._residuals.shared)
 
@@ -147,16 +148,16 @@ class SplitVjp:
         `dy` has the structure of y; integer leaves are ignored. Integer leaves of x have float0 gradients, as in
         `jax.vjp`.
         """
-        return run(self.backward_steps(shared, saved, dy))
+        return arrays(run(self.backward_steps(shared, saved, dy)))
 
     def backward_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, Values]]:
         args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
         out, deferred = yield from self._backward.known_steps(args)
-        return self._x.tree(out[self._params.num_smooth :]), tuple(deferred)
+        return self._x.tree(arrays(out[self._params.num_smooth :])), tuple(deferred)
 
     def weights(self, shared: Values, saved: Values, deferred: Values) -> PyTree:
         """Run W, and return the gradients of the parameters; float0 zeros for integer and frozen leaves."""
-        return run(self.weights_steps(shared, saved, deferred))
+        return arrays(run(self.weights_steps(shared, saved, deferred)))
 
     def weights_steps(self, shared: Values, saved: Values, deferred: Values) -> Steps[PyTree]:
         args = [*self._residuals.all(shared, saved), *[None] * self._y.num_smooth]
@@ -168,7 +169,7 @@ class SplitVjp:
         args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
         out, _ = yield from self._at_once.known_steps(args)
         count = self._params.num_smooth
-        return self._x.tree(out[count:]), self._params.tree(out[:count])
+        return self._x.tree(arrays(out[count:])), self._params.tree(out[:count])
 
     @property
     def reads(self) -> tuple[tuple[bool, bool, bool], ...]:

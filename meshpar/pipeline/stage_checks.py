@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 
 from meshpar.layers.auxiliary import check_numbers
 from meshpar.layers.scan import check_alike
-from meshpar.pipeline.executor import MicrobatchInputs, Params, layout_of
 from meshpar.pipeline.jaxpr_slicing import PartialEval, flat_jaxpr
+from meshpar.pipeline.stage_program import MicrobatchInputs, Params, layout_of
 from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
 from meshpar.sharding.errors import check_choice, problem

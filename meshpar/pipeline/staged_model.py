@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from meshpar.pipeline.executor import Functions
+from meshpar.pipeline.stage_program import Functions
 from meshpar.schedules import Schedule
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes

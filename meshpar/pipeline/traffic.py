@@ -4,6 +4,9 @@ up, down              a permute per lane and tick in which some stage has a resu
                       all stages take part, and stages without a result send data that is not read
 chunks                a permute per round of their placement: weights before the first tick, gradients after the last
 embedding and head    run on the stages with the first and the last chunk
+
+If all stages run the same ops in a tick (`meshpar.schedules.uniform`), they send in each tick, and the counts of ops
+include those without a microbatch. The stages then share embedding and head, once for a group of microbatches.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import numpy as np
 from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import B, F, W
-from meshpar.schedules.slots import DOWN, SHIFTS, UP, Slots
+from meshpar.schedules.slots import DOWN, SHIFTS, UP
+from meshpar.schedules.uniform import uniform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,9 +31,9 @@ class StageTraffic:
     ops: np.ndarray
     """int `[stage, kind]`: number of Fs, Bs and Ws."""
     first: np.ndarray
-    """int `[stage]`: number of Fs (and Bs) of the first chunk, which include the embedding."""
+    """int `[stage]`: number of embeddings: one for each F (and B) of the first chunk."""
     last: np.ndarray
-    """int `[stage]`: number of Bs of the last chunk, which include the head and the loss."""
+    """int `[stage]`: number of losses: one for each B of the last chunk."""
     up: tuple[int, ...]
     """For each lane, the number of ticks in which some stage sends to the next stage."""
     down: tuple[int, ...]
@@ -41,43 +45,57 @@ class StageTraffic:
 
     @property
     def first_stages(self) -> frozenset[int]:
-        """Stages with the first chunk."""
+        """Stages that compute embeddings."""
         return frozenset(np.flatnonzero(self.first).tolist())
 
     @property
     def last_stages(self) -> frozenset[int]:
-        """Stages with the last chunk."""
+        """Stages that compute the loss."""
         return frozenset(np.flatnonzero(self.last).tolist())
+
+
+def executed(schedule: Schedule) -> np.ndarray:
+    """Return whether a stage computes an op in a tick, bool `[tick, stage, kind]`.
+
+    If the stages of a schedule run the same ops in a tick, so do stages without an op, whose results are not used.
+    """
+    has_op = schedule.table[..., 0] >= 0
+    return has_op if uniform(schedule) is None else np.broadcast_to(has_op.any(1, keepdims=True), has_op.shape)
 
 
 def traffic(schedule: Schedule) -> StageTraffic:
     """Count the operations and messages of each stage in a schedule."""
-    has_op = schedule.table[..., 0] >= 0
+    has_op, ops = schedule.table[..., 0] >= 0, executed(schedule).sum(0)
     part = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
     sends = schedule.slots().sends
-
-    def lanes(direction: int) -> tuple[int, ...]:
-        ticks = (sends[:, :, direction] >= 0).any(1).sum(0)
-        return tuple(int(count) for count in ticks if count)
-
+    first = (has_op[..., F] & (part[..., F] == 0)).sum(0)
+    last = (has_op[..., B] & (part[..., B] == schedule.num_parts - 1)).sum(0)
+    up, down = (
+        tuple(int(count) for count in (sends[:, :, direction] >= 0).any(1).sum(0) if count) for direction in (UP, DOWN)
+    )
+    if (segments := uniform(schedule)) is not None:
+        up, down = ((int(ops[0, kind]),) for kind in (F, B))
+        first, last = (np.full(schedule.stages, count) for count in (len(list(segments.embedded())), segments.groups))
     return StageTraffic(
         ticks=schedule.ticks,
-        ops=has_op.sum(0),
-        first=(has_op[..., F] & (part[..., F] == 0)).sum(0),
-        last=(has_op[..., B] & (part[..., B] == schedule.num_parts - 1)).sum(0),
-        up=lanes(UP),
-        down=lanes(DOWN),
+        ops=ops,
+        first=first,
+        last=last,
+        up=up,
+        down=down,
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
-        rounds=sum(bool(r.pairs) for r in WeightPlacement.of(schedule, "stage").rounds),
+        rounds=len(WeightPlacement.of(schedule, "stage").rounds),
     )
 
 
-def makespan(slots: Slots, lengths: np.ndarray) -> float:
+def makespan(schedule: Schedule, lengths: np.ndarray) -> float:
     """Return the time at which the last stage ends if each permute synchronizes neighboring stages, as in the executor.
 
-    `lengths` are the durations of the ops, `[tick, stage]`. `slots` determines the ticks with permutes.
+    `lengths` are the durations of the ops, `[tick, stage]`.
     """
-    sends = slots.sends >= 0
+    if uniform(schedule) is not None:
+        return float(lengths.max(1).sum())
+    sends = schedule.slots().sends >= 0
     time = np.zeros(lengths.shape[1])
     has_message: np.ndarray = np.any(sends, axis=(1, 3))
     for length, directions in zip(lengths, has_message, strict=True):
@@ -99,7 +117,7 @@ def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
     Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise B and W of a
     microbatch. `reads` contains whether F, B and W read the weight; see `SplitVjp.reads`.
     """
-    reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
+    reading = executed(schedule) & np.asarray(reads)
     if schedule.chunks == 1:
         return reading.any(2).sum(0)
     is_shared = reading[..., B] & reading[..., W] & (schedule.slots().deferred_weight_grads[..., W] < 0)

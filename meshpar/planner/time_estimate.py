@@ -31,11 +31,12 @@ from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.traffic import makespan, traffic
 from meshpar.planner.calibration import STEP
 from meshpar.planner.layout import Layout, Placed
-from meshpar.planner.memory_estimate import MemoryEstimate, gather_axes, residual_row_bytes, stage_load
+from meshpar.planner.memory_estimate import MemoryEstimate, deferred_bytes, gather_axes, residual_row_bytes, stage_load
 from meshpar.planner.optimizer_traffic import update_of
 from meshpar.planner.workload import Remat, Workload
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import B
+from meshpar.schedules.uniform import uniform
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import Decision
 
@@ -52,7 +53,7 @@ class TimeEstimate(Plain):
     memory_s: float
     """Time of other kernels, which move saved activations."""
     copied_s: float
-    """Part of `memory_s`: copies of buffers by the pipeline executor in each tick."""
+    """Part of `memory_s`: copies of buffers by the pipeline executor, slices of weights and additions of gradients."""
     network_s: Mapping[str, float]
     """Time of messages by mesh axes."""
     exposed_s: Mapping[str, float]
@@ -88,6 +89,19 @@ class ScheduleTiming:
     chunks: int
     rounds: int
     """Number of collective-permutes that send weights to their stages. The same number returns the gradients."""
+    visits: int
+    """Number of forward passes of a chunk that a stage computes per step; the same number of backward passes."""
+    is_uniform: bool
+    """Whether all stages run the same ops in a tick."""
+
+    def moved_bytes(self, weights: float, sums: float) -> float:
+        """Return the bytes that slices of weights and additions of gradients move, without copies.
+
+        `weights` and `sums` are the bytes of weights and gradient sums of a stage. With several chunks, F and B
+        slice the weights of a layer. Each gradient is read once, and added to its sum in place.
+        """
+        sliced = 4 * weights * (self.chunks > 1)
+        return self.visits / self.chunks * (sliced + weights + 2 * sums)
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,8 +123,11 @@ def schedule_timing(pipeline: Pipeline, recomputed: float, head: float, num_laye
         has_op, chunk = table.table[..., 0] >= 0, table.parts[np.arange(stages)[:, None], table.table[..., 1]]
         layers = np.array(pipeline.layers_of_parts(num_layers, table.num_parts)) * (stages / num_layers)
         lengths = (has_op * layers[chunk]) @ costs
+        segments = uniform(table)
+        if segments is not None:
+            return table, makespan(table, lengths) + head * stages * segments.groups
         lengths += head * stages * (has_op & (chunk == table.num_parts - 1))[..., B]
-        return table, makespan(table.slots(), lengths)
+        return table, makespan(table, lengths)
 
     is_long = count > 4 * stages and not pipeline.schedule.endswith(".csv")
     simulated = 3 * stages if is_long else count
@@ -125,7 +142,11 @@ def schedule_timing(pipeline: Pipeline, recomputed: float, head: float, num_laye
         hops += (count - simulated) * (sum((*more.up, *more.down)) - hops) // stages
         ticks += (count - simulated) * (longer.ticks - ticks) // stages
     stretch = float(span / (count * (costs.sum() + head)))  # a NumPy scalar would spread to all times
-    return ScheduleTiming(stretch, ticks, hops, stages=stages, chunks=table.chunks, rounds=lanes.rounds)
+    is_uniform = uniform(table) is not None
+    return ScheduleTiming(
+        stretch, ticks, hops, stages=stages, chunks=table.chunks, rounds=lanes.rounds, is_uniform=is_uniform,
+        visits=int(hops) // 2 if is_uniform else count * table.chunks,
+    )  # fmt: skip
 
 
 GROUPED_PASSES = 5
@@ -230,8 +251,13 @@ class Clock:
             recomputed = round(3 * work.flops[step.remat] / work.model_flops - 3, 1)
             timing = schedule_timing(pipeline, recomputed, round(work.head_share, 2), work.num_layers)
             stretch = 1.0 if self.cluster.is_shared else timing.stretch
-            copied = STEP.tick_copies * timing.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
-            copied *= STEP.shared_copy_time if self.cluster.is_shared else 1.0
+            copied = timing.moved_bytes(memory.copies_bytes, memory.gradients_bytes)
+            if self.cluster.is_shared:  # XLA:CPU copies what a stage holds in each tick
+                held = memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes
+                copied = STEP.shared_copy_time * timing.ticks * held
+            elif not timing.is_uniform:
+                copied += pipeline.microbatches * STEP.copied_sums * memory.gradients_bytes
+                copied += 2 * timing.visits * deferred_bytes(placed, step.examples)
             for count, nbytes in self._between_stages(placed, step, timing):
                 send("collective-permute", (pipeline.axis,), nbytes, count)
         moved = self._moved_bytes(placed, step, memory) + copied

@@ -63,12 +63,15 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     return Schedule.from_order("1f1b", rows)
 
 
-def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
+def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2, spread_head: bool = False) -> Schedule:
     """Return interleaved 1F1B: stage s runs chunks s, s+p, s+2p, ..., which shortens fill and drain.
 
     Bubble: (p−1)(F+B+W)/v. If m < p, it is longer by (p−m)(v−1)(F+B+W)/v. Activations: p·M·(1 + (p−1)/(p·v)) if m is a
     multiple of p and m > p. Microbatches pass through the chunks in groups of at least p. A group of g > p microbatches
     has the same bubble, and adds (v−1)(g−p)/v · M to the activations. Narayanan et al., arXiv 2104.04473.
+
+    `spread_head` returns the table of `eager_1f1b(chunks=..., spread_head=True)`, which a loop without conditionals can
+    run. Activations: (p + (2p−1)/v)·M if m is a multiple of p and m > 2p.
 
     `chunks` is the number of chunks per stage, v. Symbols, other args, returns and raises as in `gpipe`.
 
@@ -78,17 +81,18 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
       stage 1  ·    F0.0 F1.0 F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 B0.0 W0.0 B1.0 W1.0 ·    ·
     """
     _check("interleaved-1f1b", stages, microbatches, chunks)
+    if spread_head:
+        return _eager("interleaved-1f1b", stages, microbatches, chunks, spread_head=True)
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages))
     forward = [(int(i), chunk) for group in groups for chunk in range(chunks) for i in group]
     backward = [(int(i), chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
     ahead = (chunks - 1) * len(groups[0])
     step = 1 if chunks == 1 else 2
     rows = [_alternated(forward, backward, ahead + step * (stages - 1 - stage)) for stage in range(stages)]
-    parts = [[chunk * stages + stage for chunk in range(chunks)] for stage in range(stages)]
-    return Schedule.from_order("interleaved-1f1b", rows, parts=parts)
+    return Schedule.from_order("interleaved-1f1b", rows, parts=_in_turn(stages, chunks))
 
 
-def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
+def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1, spread_head: bool = False) -> Schedule:
     """Return eager 1F1B: enough warm-up forwards that each stage runs a forward and a full backward per tick.
 
     In 1F1B, a stage runs a forward while the next stage runs a backward. If stages synchronize in every tick, they wait
@@ -99,6 +103,11 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
     min(2p, m)·M. With v > 1, they are p(1 + 1/v)·M if m is a multiple of p and m > p. Zhuang et al., On Optimizing the
     Communication of Model Parallelism, arXiv 2211.05322; chunks: Narayanan et al., arXiv 2104.04473.
 
+    With `spread_head`, the first backward of a group of p microbatches waits until all forwards of the group end. The
+    stages can then share the embedding and the head of the group, and a loop without conditionals can run the
+    schedule (see `meshpar.schedules.uniform`). The bubble is the same. Activations: min(3p−1, m)·M, and with v > 1
+    (p + (2p−1)/v)·M if m is a multiple of p and m > 2p.
+
     Symbols, args, returns and raises as in `interleaved_1f1b`.
 
     Example:
@@ -107,27 +116,37 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
       stage 1  ·  F0 F1B0W0 B1W1 ·
     """
     _check("eager-1f1b", stages, microbatches, chunks)
+    return _eager("eager-1f1b", stages, microbatches, chunks, spread_head=spread_head)
+
+
+def _eager(name: str, stages: int, microbatches: int, chunks: int, *, spread_head: bool) -> Schedule:
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages) if chunks > 1 else 1)
     # A microbatch needs p ticks to reach the last stage, and only then can it enter the next chunk.
     sizes = [max(len(group), stages) if chunks > 1 else len(group) for group in groups]
-    # The first backward runs on the last stage, in the tick after the first forward of the last chunk.
-    first_backward = (chunks - 1) * sizes[0] + stages
-    cells: list[list[list[tuple[str, int, int]]]] = [
-        [[] for _ in range(stages)] for _ in range(first_backward + chunks * sum(sizes) + stages - 1)
-    ]
-    begin = 0
-    for group, size in zip(groups, sizes, strict=True):
+    starts = np.cumsum([0, *(chunks * size for size in sizes)])
+    enters = np.concatenate([start + np.arange(len(group)) for start, group in zip(starts, groups, strict=False)])
+    steps = np.repeat(sizes, [len(group) for group in groups])
+    # Ticks in which a microbatch enters a chunk on the first stage, [microbatch, chunk].
+    ticks = enters[:, None] + steps[:, None] * np.arange(chunks)
+    # On the last stage, the first backward of a microbatch, or of a group, is in the tick after the last forward.
+    shared = stages if spread_head else 1
+    group_enters = enters[np.arange(microbatches) // shared * shared]
+    first_backward = int((ticks[:, -1] + stages - group_enters).max())
+    table = np.full((int(ticks.max()) + first_backward + stages, stages, 3, 2), -1, np.int32)
+    for stage in range(stages):
         for chunk in range(chunks):
-            for index, i in enumerate(group.tolist()):
-                for stage in range(stages):
-                    cells[begin + chunk * size + index + stage][stage].append(("F", i, chunk))
-                    backward = cells[first_backward + begin + chunk * size + index + stages - 1 - stage][stage]
-                    backward += [("B", i, chunks - 1 - chunk), ("W", i, chunks - 1 - chunk)]
-        begin += chunks * size
-    while not any(cells[-1]):  # A last group of fewer than p microbatches leaves empty ticks.
-        cells.pop()
-    parts = [[chunk * stages + stage for chunk in range(chunks)] for stage in range(stages)]
-    return Schedule.from_table(cells, parts=parts, microbatches=microbatches, name="eager-1f1b")
+            forward, backward = ticks[:, chunk] + stage, ticks[:, chunk] + first_backward + stages - 1 - stage
+            table[forward, stage, 0] = np.stack([np.arange(microbatches), np.full(microbatches, chunk)], -1)
+            last = np.stack([np.arange(microbatches), np.full(microbatches, chunks - 1 - chunk)], -1)
+            table[backward, stage, 1] = table[backward, stage, 2] = last
+    joined = np.zeros(table.shape[:2], bool)
+    parts = np.array(_in_turn(stages, chunks))
+    return Schedule(name=name, microbatches=microbatches, table=table, parts=parts, joined=joined).validate()
+
+
+def _in_turn(stages: int, chunks: int) -> list[list[int]]:
+    """Return the parts of the stages, `[stage][chunk]`, if the stages take parts in turn."""
+    return [[chunk * stages + stage for chunk in range(chunks)] for stage in range(stages)]
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
@@ -283,6 +302,9 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
     if name not in SCHEDULES:
         raise problem(where, "create it", "no schedule has this name", near(str(name), SCHEDULES), code="unknown-name")
     choices = SCHEDULES[name].__kwdefaults__ or {}
+    if not isinstance(options.get("spread_head", False), bool):
+        requested, reason = f"set spread_head={options['spread_head']!r}", "it must be True or False"
+        raise problem(where, requested, reason, "write spread_head=True", code="wrong-type")
     if unknown := sorted(set(options) - set(choices)):
         reason = f"its options are {', '.join(choices)}" if choices else "it has no options"
         raise problem(where, f"set `{unknown[0]}`", reason, f"remove `{unknown[0]}`", code="unknown-name")

@@ -21,15 +21,18 @@ from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline import SCHEDULES, Aux, MicrobatchInputs, Params, Schedule, make, split_vjp, value_and_grad
-from meshpar.pipeline.executor import Functions
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.stage_placement import WeightPlacement
+from meshpar.pipeline.stage_program import Functions
 from meshpar.pipeline.traffic import gathers_in_cells
+from meshpar.schedules.uniform import uniform
 from meshpar.sharding.errors import MeshparError
 from tests.grid import cases
 from tests.pipeline.replay import Stale, replay
 
 NAMES = [*SCHEDULES]
+SPREAD = ("eager-1f1b", "interleaved-1f1b")
+"""Schedules with the option `spread_head`."""
 IN, EMBED, HIDDEN, LAYERS = 6, 8, 16, 2
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
@@ -57,12 +60,24 @@ class Case:
     """Examples per microbatch and device."""
     same: bool = False
     """True if all microbatches are equal."""
+    spread_head: bool = True
+    """For schedules with this option."""
+    chunks: int | None = None
+    unroll: bool = False
+    """True if the layers of a chunk run without a loop."""
     waves: int = 0
     """Number of elementwise ops before the layers of a stage. F saves their residuals, and W does not need them."""
 
     @property
     def table(self) -> Schedule:
-        return self.schedule if isinstance(self.schedule, Schedule) else make(self.schedule, self.p, self.m)
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        options = {"spread_head": True} if self.schedule in SPREAD and self.spread_head else {}
+        return make(self.schedule, self.p, self.m, **options, **({"chunks": self.chunks} if self.chunks else {}))
+
+    @property
+    def is_uniform(self) -> bool:
+        return uniform(self.table) is not None
 
     @property
     def shards(self) -> int:
@@ -87,7 +102,7 @@ class Case:
 
         for _ in range(self.waves):
             x = x + jnp.sin(x)
-        y, _ = jax.lax.scan(layer, x, layers)
+        y, _ = jax.lax.scan(layer, x, layers, unroll=self.unroll)
         if self.noise:
             y = y * jax.random.bernoulli(inputs.key, 0.7, y.shape).astype(y.dtype)
         if not self.aux:
@@ -273,7 +288,8 @@ CROSSED = cases(
         IN_EACH_TICK,
         Case(schedule="1f1b", tensor=2, tied=True),
         dataclasses.replace(IN_EACH_TICK, schedule="interleaved-1f1b"),
-        Case(schedule=make("eager-1f1b", 2, 4, chunks=2), fsdp=2),
+        Case(schedule="eager-1f1b", chunks=2, fsdp=2),
+        Case(schedule="eager-1f1b", fsdp=2, tensor=2, spread_head=False),
         Case(schedule="zb-v", fsdp=2, aux=True),
         Case(schedule="dualpipe", expert=2, fsdp=2),
     ],
@@ -283,6 +299,7 @@ WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True)
 NOISY_AND_WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True, noise=True)
 VARIANTS = cases(
     NOISY_AND_WEIGHTED,
+    Case(schedule="interleaved-1f1b", unroll=True, aux=True, noise=True, remat="full", m=5),
     grid=[
         NOISY,
         WEIGHTED,
@@ -294,13 +311,24 @@ VARIANTS = cases(
         Case(schedule="dualpipe", weighted=True, expert=2, fsdp=2, gather="microbatch"),
         Case(schedule="zb-h1", noise=True, fsdp=2, remat="full"),
         Case(schedule="1f1b", dtype="float32"),
+        Case(schedule="zb-h1", unroll=True, fsdp=2, tensor=2),
+        Case(schedule="interleaved-1f1b", unroll=True, aux=True, noise=True, remat="full", m=5),
+        Case(schedule="eager-1f1b", chunks=3, weighted=True, fsdp=2, aux=True, unroll=True, m=3, gather="microbatch"),
+        Case(schedule="interleaved-1f1b", chunks=2, p=4, m=2, tied=True, tensor=2),
+        Case(schedule="interleaved-1f1b", chunks=5, p=4, m=7, tied=True, unroll=True),
+        Case(schedule="eager-1f1b", p=4, m=13, expert=2, noise=True, waves=2),
     ],
 )
+UNIFORM = [
+    Case(schedule="interleaved-1f1b", p=p, chunks=chunks, m=m, unroll=unroll, remat=remat, tied=bool(m % 2))
+    for p, chunks, m in itertools.product((2, 4), (1, 2, 3), (1, 3, 4, 7, 9))
+    for unroll, remat in ((True, None), (False, "full"))
+]
 FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
 ALL_SCHEDULES = [
     *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),
     Case(schedule="zb-h2", p=4, m=8, tied=True),
-    Case(schedule="eager-1f1b", p=4, m=8, tied=True),
+    Case(schedule="eager-1f1b", p=4, m=8, tied=True, spread_head=False),
     FOLDED,
 ]
 
@@ -308,6 +336,13 @@ ALL_SCHEDULES = [
 @pytest.mark.parametrize("case", cases(FOLDED, grid=ALL_SCHEDULES), ids=label)
 def test_gradients_of_all_schedules(run, case):
     same(run(case))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", UNIFORM, ids=label)
+def test_gradients_of_uniform_schedules(case):
+    assert case.is_uniform
+    same(run_of(case))
 
 
 def test_all_schedules_have_a_case():
@@ -414,19 +449,20 @@ def test_program_size_is_independent_of_microbatches():
 
 
 BATCH = {"data", "fsdp", "expert"}
+BETWEEN_STAGES = ("collective-permute", "all-gather", "all-to-all")
 
 
 def non_permute_sizes(case, collectives):
-    """Return the sizes of arrays in collectives over the stages, without permutes and scalars."""
+    """Return the sizes of reductions over the stages, without scalars."""
     scalars = 3 + (case.table.num_parts * (1 + EMBED) if case.aux else 0)
-    over = [c for c in collectives if "stage" in c.axes and c.kind != "collective-permute"]
+    over = [c for c in collectives if "stage" in c.axes and c.kind not in BETWEEN_STAGES]
     return [size for c in over for size in (math.prod(part.array.dims) for part in c.parts) if size > scalars]
 
 
 def shared_sizes(case):
     """Return the sizes of embedding and head parameters with gradients from more than one stage."""
     parts = case.table.parts
-    first, last = ((parts == part).any(1) for part in (0, case.table.num_parts - 1))
+    first, last = ((parts == part).any(1) | case.is_uniform for part in (0, case.table.num_parts - 1))
     owners = {"in": first | last if case.tied else first, "out": last}
     return [x.size for name, x in case.data[0].embedding_and_head.items() if owners[name].sum() > 1]
 
@@ -446,7 +482,8 @@ def test_gradients_are_reduced_once_after_the_loop(run, case):
     if case.gather == "step":
         assert all(c.count_per_step == 1 and not c.in_loop for c in gathers)
     elif case.shards > 1:
-        assert all(c.in_loop and c.in_branch for c in gathers)
+        # XLA removes loops of a single tick.
+        assert all((c.in_loop and c.in_branch) or case.is_uniform for c in gathers)
 
 
 @pytest.mark.call_stacks
@@ -502,7 +539,7 @@ def test_placement_collect_sums_copies(name):
     spread, collected = jax.jit(
         jax.shard_map(spread_and_collect, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"))
     )(x)
-    np.testing.assert_array_equal(spread, x[schedule.parts.ravel()])
+    np.testing.assert_array_equal(spread, x[placement.schedule.parts.ravel()])
     copies, stages = np.bincount(schedule.parts.ravel()), np.repeat(range(4), schedule.num_parts // 4)
     assert placement.moves == (stages[schedule.parts] != np.arange(4)[:, None]).sum()
     np.testing.assert_array_equal(collected, x * copies[:, None])

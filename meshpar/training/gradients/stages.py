@@ -20,17 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.hardware.compile_options import APART, IN_PLACE, Options
+from meshpar.hardware.compile_options import APART, IN_PLACE, OVERLAP_LIMIT, Options
 from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import Aux, Layer, StageRunner, running, scanned, with_aux
 from meshpar.parallel.batch import check_examples
 from meshpar.parallel.execution import Execution, StageUses
 from meshpar.parallel.pipeline import Pipeline
-from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params
 from meshpar.pipeline.gradients import LeafUses, StagedRun
 from meshpar.pipeline.jaxpr_slicing import PartialEval, depends, flat_jaxpr
+from meshpar.pipeline.stage_program import Functions, MicrobatchInputs, Params
 from meshpar.schedules import Schedule
+from meshpar.schedules.uniform import uniform
 from meshpar.sharding.errors import check_cases, problem
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
@@ -48,6 +49,10 @@ from meshpar.training.execution import Sharded, described
 from meshpar.training.gradients.engine import GradientEngine
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
+
+MAX_UNROLLED = 10
+"""Maximum number of layers of a pipeline chunk that run without a loop. A loop slices parameters and stacks results
+twice, by chunk and by layer, and adds weight gradients in a separate kernel."""
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
@@ -101,8 +106,13 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
 
 
 def compile_options(execution: Execution) -> Options:
-    """Return XLA options that avoid copies of buffers, and that keep slices of the batch apart."""
-    return IN_PLACE if execution.batch_slices == 1 else {**IN_PLACE, **APART}
+    """Return XLA options that avoid copies of buffers, hide messages, and keep slices of the batch apart."""
+    if execution.batch_slices > 1:
+        return {**IN_PLACE, **APART}
+    assert execution.pipeline is not None
+    # The messages of a stage use other links than the collectives within it.
+    is_uniform = uniform(execution.pipeline.table()) is not None
+    return {**IN_PLACE, OVERLAP_LIMIT: 2} if is_uniform and execution.tensor_axes else IN_PLACE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +180,11 @@ class _ChunkedModel:
         return len(set(self.counts)) == 1
 
     @property
+    def unroll(self) -> int:
+        """Number of layers in an iteration of the loop over the layers of a chunk: all if they are few."""
+        return min(self.counts) if min(self.counts) <= MAX_UNROLLED else 1
+
+    @property
     def layer_indices(self) -> np.ndarray:
         """Indices of the layers, `[chunk, max layers of a chunk]`. Shorter chunks repeat their last layer."""
         counts = np.asarray(self.counts)[:, None]
@@ -228,10 +243,10 @@ class _ChunkedModel:
         """Run the layers of a chunk. With uneven chunks, `lax.cond` skips the padding."""
         inputs = self.layers_of_chunk(inputs, chunk)
         if self.is_even:
-            return scanned(layer, x, inputs)
+            return scanned(layer, x, inputs, unroll=self.unroll)
         least, most = min(self.counts), max(self.counts)
         count = jnp.asarray(self.counts)[chunk]
-        x, aux = with_aux(scanned(layer, x, jax.tree.map(lambda p: p[:least], inputs)))
+        x, aux = with_aux(scanned(layer, x, jax.tree.map(lambda p: p[:least], inputs), unroll=self.unroll))
 
         def run_or_skip(x: PyTree, indexed: tuple[jax.Array, PyTree]) -> Any:
             index, layer_inputs = indexed
