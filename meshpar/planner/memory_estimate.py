@@ -37,8 +37,13 @@ from meshpar.planner.calibration import MEMORY
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.workload import Activation, Remat
 from meshpar.schedules.ops import B, F, W
+from meshpar.schedules.uniform import uniform
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import num_shards, without_axes
+
+GROUP_BUFFERS = 6
+"""Activations that a stage keeps for each stage, if the stages share embedding and head: embeddings and their gradients
+of two groups, outputs and their gradients of one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +192,27 @@ def _staged(placed: Placed, saved: int, examples: int) -> int:
     work, pipeline = placed.workload, placed.strategy.pipeline
     assert pipeline is not None
     load = stage_load(pipeline)
+    deferred = _deferred_inputs(placed, examples)
+    # A single buffer slot is written in place. With several slots, the new value exists outside the slot first. If no W
+    # is deferred, the inputs of one layer exist while it runs.
+    copies = MEMORY.handed_twice + (load.deferred > load.chunk)
+    extra = load.chunk * copies if load.deferred else pipeline.stages / work.num_layers
+    held = saved * load.microbatches + deferred * (load.deferred + extra)
+    # Activations of groups of microbatches: embeddings, outputs and their gradients.
+    shared = residual_row_bytes(placed) * examples * GROUP_BUFFERS * pipeline.stages * load.is_uniform
+    return int(held / pipeline.stages + shared)
+
+
+def deferred_bytes(placed: Placed, examples: int) -> float:
+    """Return the bytes of the inputs of deferred weight gradients on the busiest stage."""
+    pipeline = placed.strategy.pipeline
+    assert pipeline is not None
+    return _deferred_inputs(placed, examples) * stage_load(pipeline).deferred / pipeline.stages
+
+
+def _deferred_inputs(placed: Placed, examples: int) -> float:
+    """Return the bytes of the inputs of the weight gradients of all layers, for a microbatch."""
+    work = placed.workload
     # Routed tokens are not saved for W, because B computes the gradients of experts (`_deferred_expert_grads`). The
     # inputs of a router are, in float32.
     itemsize, residual = work.compute_itemsize, residual_row_bytes(placed) * work.num_layers
@@ -195,12 +221,7 @@ def _staged(placed: Placed, saved: int, examples: int) -> int:
         for nbytes, array in _saved(placed, "stages")
         if array.layers and array.itemsize == itemsize and not array.is_routed
     )
-    deferred = examples * (sum(inputs) + residual * 4 / itemsize * bool(work.experts_per_token))
-    # A single buffer slot is written in place. With several slots, the new value exists outside the slot first. If no W
-    # is deferred, the inputs of one layer exist while it runs.
-    copies = MEMORY.handed_twice + (load.deferred > load.chunk)
-    extra = load.chunk * copies if load.deferred else pipeline.stages / work.num_layers
-    return int((saved * load.microbatches + deferred * (load.deferred + extra)) / pipeline.stages)
+    return examples * (sum(inputs) + residual * 4 / itemsize * bool(work.experts_per_token))
 
 
 def _deferred_expert_grads(placed: Placed, step: Execution) -> int:
@@ -234,6 +255,8 @@ class StageLoad:
     """Fraction of a stage's layers in a chunk."""
     together: float
     """Fraction of the forward passes that share a tick slot with a backward pass."""
+    is_uniform: bool
+    """Whether all stages run the same ops in a tick."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -256,7 +279,9 @@ def stage_load(pipeline: Pipeline) -> StageLoad:
     )
     deferred = (done[:, :, B] - done_before[:, :, W]).max() if is_deferred.any() else 0
     together = (has_op[..., F] & has_op[..., B]).sum() / has_op[..., F].sum()
-    return StageLoad(schedule.peak_activations.max() * chunk, deferred * chunk, schedule.copies, chunk, float(together))
+    is_uniform = uniform(schedule) is not None
+    saved = int(schedule.peak_activations.max()) + is_uniform  # and a scratch slot
+    return StageLoad(saved * chunk, float(deferred * chunk), schedule.copies, chunk, float(together), is_uniform)
 
 
 def _saved(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Activation]]:

@@ -68,7 +68,8 @@ class Candidate:
 class _ScheduleEstimate(NamedTuple):
     """Approximate times and memory of a pipeline schedule, extrapolated from a schedule with at most four stages."""
 
-    ticks: float
+    moved_sums: float
+    """How often a step moves the bytes of the gradient sums."""
     stretch: float
     """Makespan divided by the time of the ops of a stage."""
     saved: float
@@ -84,7 +85,9 @@ class _ScheduleEstimate(NamedTuple):
         timing, load = schedule_timing(short, 1.0, 0.0, 16 * stages), memory.stage_load(short)
         fill = 1 + (stages - 1) / short.microbatches
         return _ScheduleEstimate(
-            timing.ticks * (count + pipeline.stages) / (short.microbatches + stages),
+            # The compute dtype has half the bytes of the sums.
+            timing.moved_bytes(0.5, 1.0) * (count + pipeline.stages) / (short.microbatches + stages)
+            + count * STEP.copied_sums * (not timing.is_uniform),
             timing.stretch / fill * (1 + (pipeline.stages - 1) / count),
             min(load.microbatches / stages, count / pipeline.stages) / count,
             (load.deferred + load.chunk * (load.deferred > 0)) / pipeline.stages / count,
@@ -276,8 +279,8 @@ class Search:
         compute_s = compute_s + moved / self.cluster.memory_bytes_per_s
         compute_s = compute_s + self._experts_s(placed, step, members, shards)
         if placed.strategy.pipeline is not None:
-            ticks, fill, *_ = np.array([_ScheduleEstimate.of(each) for each in pipelines if each is not None]).T
-            compute_s = (compute_s + STEP.tick_copies * ticks * sums / self.cluster.memory_bytes_per_s) * fill
+            moved_sums, fill, *_ = np.array([_ScheduleEstimate.of(each) for each in pipelines if each is not None]).T
+            compute_s = (compute_s + moved_sums * sums / self.cluster.memory_bytes_per_s) * fill
         prefetched = [bool(strategy.prefetched_axes) for _, strategy in members]
         hidden = np.array([hidden_of_weights(step, is_ahead=is_ahead) for is_ahead in prefetched])
         cover = np.array([STEP.cover_prefetched if is_ahead else STEP.cover for is_ahead in prefetched])
