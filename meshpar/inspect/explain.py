@@ -222,7 +222,7 @@ def _explain(
         ),
         kernels=choices,
         kernel_list=kernel_rows(kernels, times.step_s, why) if times is not None else (),
-        stages=None if execution.pipeline is None else stages(execution, times),
+        stages=None if execution.pipeline is None else stages(execution, times, program.module, kernels),
         timeline=times,
         program=program,
     )

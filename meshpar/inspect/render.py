@@ -388,7 +388,15 @@ def _stages(report: StepData) -> Section | None:
         "bubble of the schedule, from a stage's first op to its last": f"{stages.span_bubble_fraction:.1%}",
     }
     if stages.waiting_fraction is not None:
-        numbers["waiting for other stages, fraction of the predicted step"] = f"{stages.waiting_fraction:.1%}"
+        waiting = "computing without a microbatch" if stages.is_uniform else "waiting for other stages"
+        numbers[f"{waiting}, fraction of the predicted step"] = f"{stages.waiting_fraction:.1%}"
+    if (work := stages.executor) is not None:
+        terms = {
+            "copies": work.copies_s, "slices": work.slices_s, "gradient sums": work.sums_s,
+            "saved activations": work.saved_s, "converts": work.converts_s,
+        }  # fmt: skip
+        text = ", ".join(f"{name} {human_time(time_s)}" for name, time_s in terms.items() if time_s)
+        numbers["pipeline executor"] = f"{text or 'nothing'}: {work.share:.1%} of the matmuls"
     numbers["peak number of saved chunk activations per stage"] = ", ".join(map(str, stages.peak_activations))
     numbers["messages between stages"] = f"{stages.messages:,} of {human_bytes(stages.message_bytes)} per device"
     parts = [Table(columns=("", "per step"), rows=list(numbers.items()))]

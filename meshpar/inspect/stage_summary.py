@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshpar.inspect.executor_work import ExecutorWork, executor_work, unused_s
 from meshpar.inspect.expected import kept_and_gathered_axes
+from meshpar.inspect.hlo.parser import Module
+from meshpar.inspect.kernels import ProgramKernel
 from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.parallel.execution import Execution
 from meshpar.parallel.expected.collective import ITEMSIZE
 from meshpar.pipeline.traffic import gathers_in_cells, traffic
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import W
+from meshpar.schedules.uniform import uniform
 from meshpar.sharding.printing import Plain
 
 
@@ -45,7 +49,14 @@ class Stages(Plain):
     span_bubble_fraction: float
     """Idle share between the first and the last op of the worst stage, if its ops all take equal time."""
     waiting_fraction: float | None
-    """Fraction of the predicted step that stages wait for each other, on average; None without a prediction."""
+    """Fraction of the predicted step that stages wait for each other, on average; None without a prediction.
+
+    In a uniform schedule, stages compute unused results instead, and this is the fraction of these computations.
+    """
+    is_uniform: bool
+    """Whether all stages run the same ops in a tick, without conditionals."""
+    executor: ExecutorWork | None
+    """Work of the executor; None without a prediction."""
     peak_activations: tuple[int, ...]
     """For each stage, peak number of microbatches with saved activations. Each chunk of the stage counts separately."""
     messages: int
@@ -57,11 +68,15 @@ class Stages(Plain):
     """Both gather modes; empty if layers are not sharded over batch axes."""
 
 
-def stages(execution: Execution, times: Timeline | None) -> Stages:
-    """Return the summary of a pipelined step."""
+def stages(
+    execution: Execution, times: Timeline | None, module: Module | None = None, kernels: Sequence[ProgramKernel] = ()
+) -> Stages:
+    """Return the summary of a pipelined step. `kernels` are those of the program `module`, if their times are known."""
     assert execution.pipeline is not None
     assert execution.stage_uses is not None
     schedule = execution.pipeline.table()
+    is_uniform = uniform(schedule) is not None
+    waiting_s = unused_s(schedule, kernels) if is_uniform else times.bubble_s if times is not None else 0.0
     return Stages(
         schedule=schedule.name,
         stages=schedule.stages,
@@ -70,7 +85,9 @@ def stages(execution: Execution, times: Timeline | None) -> Stages:
         ticks=schedule.ticks,
         bubble_fraction=schedule.bubble_fraction,
         span_bubble_fraction=schedule.span_bubble_fraction,
-        waiting_fraction=times.bubble_s / times.step_s if times is not None and times.step_s else None,
+        waiting_fraction=waiting_s / times.step_s if times is not None and times.step_s else None,
+        is_uniform=is_uniform,
+        executor=executor_work(module, kernels) if module is not None and kernels else None,
         peak_activations=tuple(int(count) for count in schedule.peak_activations),
         messages=traffic(schedule).messages,
         message_bytes=sum(x.dtype.itemsize * math.prod(x.shape) for x in execution.stage_uses.outputs),
