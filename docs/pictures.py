@@ -29,6 +29,12 @@ def pipeline() -> Figure:
     return mp.plots.schedule(*(mp.pipeline.make(name, stages=4, microbatches=8) for name in ("gpipe", "1f1b", "zb-h2")))
 
 
+def uniform() -> Figure:
+    """Draw a schedule in which all stages run the same ops in a tick, and 1F1B."""
+    eager = mp.pipeline.make("eager-1f1b", stages=4, microbatches=8, spread_head=True)
+    return mp.plots.schedule(eager, mp.pipeline.make("1f1b", stages=4, microbatches=8))
+
+
 def planning() -> Figure:
     """Draw tokens per second and GPU of the fastest layouts of Llama 3.1 8B."""
     batch = {name: jax.ShapeDtypeStruct((512, 4096), np.int32) for name in ("inputs", "targets")}
@@ -160,7 +166,7 @@ def pods() -> Figure:
 
 
 PICTURES = {
-    draw.__name__: draw for draw in (pipeline, planning, training, losses, huggingface, performance, loop, pods)
+    draw.__name__: draw for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods)
 }
 
 
