@@ -166,7 +166,8 @@ def pods() -> Figure:
 
 
 PICTURES = {
-    draw.__name__: draw for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods)
+    draw.__name__: draw
+    for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods)
 }
 
 

@@ -9,11 +9,11 @@ In a uniform schedule, all stages run the same ops in a tick; see `meshpar.sched
     gradients of the last embeddings
 
     tick:   receive dx  ─►  F  ─►  send y  ─►  B and W
-            the gradient travels while F computes, the activation while B computes
+            the gradient is sent during F, the activation during B
 
-    event:  outputs of the group  ─► all-to-all ─►  head, loss and gradient of one microbatch  ─► all-gather ─►  B
-            embedding of one microbatch of a later group  ─► all-gather ─►  F
-            gradients of an earlier group  ─► all-to-all ─►  gradient of the embedding of one microbatch
+    event:  outputs of the group  ─► all-to-all ─►  head, loss and gradient of a microbatch  ─► all-gather ─►  B
+            embedding of a microbatch of a later group  ─► all-gather ─►  F
+            gradients of an earlier group  ─► all-to-all ─►  gradient of the embedding of a microbatch
 
 A stage without an op in a tick computes with unused data: its results go to a scratch slot, the last of each buffer,
 and its gradients are replaced by zeros.
@@ -190,9 +190,9 @@ class UniformExecutor(StageProgram):
     # -- Groups -------------------------------------------------------------------------------------------------------
 
     def event(self, carry: _Carry, group: jax.Array | int) -> _Carry:
-        """Compute the loss of a group, the embeddings of a later group, and embedding gradients of an earlier one.
+        """Compute the loss of a group, the embeddings of a later group, and embedding gradients of an earlier group.
 
-        If `group` is not an array, the other two are left out if there are no such groups.
+        If `group` is an integer, groups that do not exist are left out.
         """
         groups, ahead, behind = self.plan.uniform.groups, self.plan.uniform.ahead, self.plan.uniform.behind
         with jax.named_scope(EVENT):
@@ -247,7 +247,7 @@ class UniformExecutor(StageProgram):
         return self._over_stages(lambda x: lax.all_gather(x, self.axis), x, rows=False)
 
     def _from_stage(self, rows: PyTree, stage: int) -> PyTree:
-        """Return row s of the rows `[stage, ...]` on one stage, where s is this stage."""
+        """Return a row of the rows `[stage, ...]` of another stage: the row with the index of this stage."""
         received = self._over_stages(lambda x: lax.all_to_all(x, self.axis, 0, 0, tiled=True), rows, rows=True)
         return self.constrain(jax.tree.map(lambda x: x[stage], received))
 
@@ -344,7 +344,7 @@ def _select(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
 
 
 def _where(condition: jax.Array, tree: _Tree) -> _Tree:
-    """Return the tree if the condition holds, and zeros otherwise."""
+    """Return the tree if the condition is true, and zeros otherwise."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, StackedRows):

@@ -1,15 +1,15 @@
 """Uniform schedules: all stages run the same ops in a tick, so that no conditional is needed.
 
-A stage without an op in a tick computes with data that nobody reads. This costs no time if another stage has the same
-ops in that tick: stages exchange messages in every tick, and therefore wait for each other.
+A stage without an op in a tick computes an unused result. This takes no additional time if another stage has the same
+ops in this tick, because stages exchange messages in each tick and therefore wait for each other.
 
     warm-up     F
     steady      F, B and W
     cool-down      B and W
 
-Microbatches form groups of one microbatch per stage. The stages share the embedding and the head of a group: each
-computes them for one microbatch, in an event between two ticks, and a collective distributes the results. The event of
-a group is before the first B of the group.
+A group has as many microbatches as there are stages. The stages share the embedding and the head of a group: each
+computes them for a single microbatch, in an event between two ticks, and a collective distributes the results. The
+event of a group is before its first B.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TickSegment(NamedTuple):
     ops: Ops
     begin: int
     ticks: int
-    """Number of ticks of one repetition."""
+    """Number of ticks per repetition."""
     repeats: int
     first_event: int | None
     """The group whose event precedes the first repetition, or None. Each further repetition begins with the event of
@@ -59,8 +59,8 @@ class Uniform(NamedTuple):
     groups: int
     """Number of groups of microbatches."""
     ahead: int
-    """Number of groups whose embeddings are computed before the first tick. The event of group g computes those of
-    group g + ahead."""
+    """Number of groups whose embeddings are computed before the first tick. The event of group g computes the
+    embeddings of group g + ahead."""
     behind: int
     """The event of group g computes the gradients of the embeddings of group g − behind."""
     held: int
@@ -82,8 +82,8 @@ class Uniform(NamedTuple):
 def uniform(schedule: ScheduleTable) -> Uniform | None:
     """Return a valid schedule as segments, or None if its stages run different ops in a tick.
 
-    Further conditions: results of F are sent to the next stage and results of B to the previous one, and all F of a
-    group end before the first B of the group starts.
+    Further conditions: results of F are sent to the next stage and results of B to the previous stage, and all F of a
+    group end before its first B starts.
     """
     ops, events = _ops_of_ticks(schedule), _events(schedule)
     if ops is None or events is None:
@@ -113,7 +113,7 @@ def uniform(schedule: ScheduleTable) -> Uniform | None:
 
 
 def _groups(schedule: ScheduleTable) -> list[slice]:
-    """Return groups of one microbatch per stage; the last may be smaller."""
+    """Return the microbatches of each group. The last group may be smaller."""
     return [slice(begin, begin + schedule.stages) for begin in range(0, schedule.microbatches, schedule.stages)]
 
 
@@ -132,10 +132,10 @@ def _ops_of_ticks(schedule: ScheduleTable) -> list[Ops] | None:
 
 
 def _events(schedule: ScheduleTable) -> list[int] | None:
-    """Return the tick before which each group has its event: that of its first B. None if an F of the group is later,
-    or a B of the group before.
+    """Return the tick of the first B of each group, before which its event is.
 
-    None also if the parts of the model are not assigned to the stages in turn.
+    Returns None if an F of the group or a B of the previous group is later, or if the stages do not take the parts of
+    the model in turn.
     """
     stages, on = schedule.stages, schedule.done_on
     if stages == 1 or not np.all(on == np.arange(schedule.num_parts) % stages):
@@ -150,7 +150,7 @@ def _events(schedule: ScheduleTable) -> list[int] | None:
 
 
 class Received(NamedTuple):
-    """Slots of the messages of one kind of op, int32 `[tick, stage]`; −1 means none."""
+    """Slots of the messages of an op kind, int32 `[tick, stage]`; −1 if there is no message."""
 
     arrives: np.ndarray
     """Slot of the message that was sent in this tick."""
