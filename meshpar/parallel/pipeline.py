@@ -39,6 +39,8 @@ class Pipeline(Parallelism):
     """Number of layers by which the first and the last pipeline chunk are smaller than inner chunks."""
     spread_head: bool = True
     """Whether all stages compute the embedding and the head, in schedules with this option."""
+    split_backward: bool = False
+    """Whether W has its own tick, in schedules with this option."""
 
     name = "pipeline_parallel"
     axes = ("stage",)
@@ -51,6 +53,8 @@ class Pipeline(Parallelism):
             fix = "write stage_layer_offset=(0, 1) for fewer layers in the last chunk"
             raise problem("pipeline_parallel()", f"set stage_layer_offset={offset!r}", reason, fix, code="not-an-int")
         check_choice("pipeline_parallel()", "the stages of the head", (True, False), spread_head=self.spread_head)
+        choices = (True, False) if self.schedule in SPLIT else (False,)
+        check_choice("pipeline_parallel()", "the ticks of W", choices, split_backward=self.split_backward)
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
             check_positive_int("pipeline_parallel()", f"the number of {field}", **{field: getattr(self, field)})
         check_choice("pipeline_parallel()", "the time of the weight gather", get_args(Gather), gather=self.gather)
@@ -78,7 +82,7 @@ class Pipeline(Parallelism):
             return self.table()
         around = 2 * self.stages
         few = min(self.microbatches, around + self.microbatches % around)
-        return _cached_schedule(self.schedule, self.stages, few, self.chunks, self.spread_head)
+        return _cached_schedule(self.schedule, self.stages, few, self.chunks, self.spread_head, self.split_backward)
 
     def table(self) -> Schedule:
         """Return the schedule for all microbatches."""
@@ -86,7 +90,8 @@ class Pipeline(Parallelism):
 
         if self.schedule.endswith(".csv"):
             return Schedule.from_csv(self.schedule)
-        return _cached_schedule(self.schedule, self.stages, self.microbatches, self.chunks, self.spread_head)
+        spread, split = self.spread_head, self.split_backward
+        return _cached_schedule(self.schedule, self.stages, self.microbatches, self.chunks, spread, split)
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
@@ -130,19 +135,23 @@ class Pipeline(Parallelism):
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 
 
+SPLIT = ("eager-1f1b", "interleaved-1f1b")
+"""Schedules with the option `split_backward`."""
 _PLANNED_SCHEDULES = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
 """Schedules that the planner evaluates, with their chunks per stage. DualPipe is not evaluated, because it needs two
 copies of the model."""
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_schedule(schedule: str, stages: int, microbatches: int, chunks: int | None, spread_head: bool) -> Schedule:
+def _cached_schedule(
+    schedule: str, stages: int, microbatches: int, chunks: int | None, spread_head: bool, split_backward: bool
+) -> Schedule:
     """Return a cached schedule, because building a table needs about 0.1 s."""
     from meshpar.schedules import SCHEDULES, make
 
     options = {} if chunks is None else {"chunks": chunks}
     if schedule in SCHEDULES and "spread_head" in (SCHEDULES[schedule].__kwdefaults__ or {}):
-        options["spread_head"] = spread_head
+        options |= {"spread_head": spread_head, "split_backward": split_backward}
     return make(schedule, stages, microbatches, **options)
 
 

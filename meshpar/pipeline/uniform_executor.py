@@ -46,6 +46,7 @@ from meshpar.pipeline.stage_program import (
 )
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import B, F, W
+from meshpar.schedules.slots import colored
 from meshpar.schedules.uniform import Ops, TickSegment, Uniform, received, uniform
 from meshpar.sharding.types import PyTree, axes_of_spec
 
@@ -103,7 +104,7 @@ class UniformPlan:
         writes_output = np.where(has_op[..., F] & is_last[..., F], microbatch[..., F] % held, held)
         writes_dx = np.where(has_op[..., B] & is_first[..., B], microbatch[..., B] % behind, behind)
         of_group = np.stack([microbatch[..., F] % ahead, writes_output, microbatch[..., B] % stages, writes_dx], -1)
-        saved, deferred = slots.saved_activations, slots.deferred_weight_grads
+        saved, deferred = slots.saved_activations, _deferred_slots(schedule, segments)
         count = {
             "saved_activations": int(saved.max()) + 2,
             "deferred_weight_grads": int(deferred.max()) + 2 if deferred.max() >= 0 else 0,
@@ -125,6 +126,17 @@ class UniformPlan:
         )  # fmt: skip
         columns = jax.tree.map(lambda column: np.asarray(column, np.int32), columns)
         return UniformPlan(uniform=segments, columns=columns, slots=count)
+
+
+def _deferred_slots(schedule: Schedule, segments: Uniform) -> np.ndarray:
+    """Return the slot in which B leaves the inputs of its W, int `[tick, stage, kind]`.
+
+    Unlike in `Schedule.slots`, a B and a W in the same tick have a slot, too, because other stages need it.
+    """
+    done, stage, slots = schedule.done_in, schedule.done_on, np.full(schedule.table.shape[:3], -1)
+    if any(segment.ops.backward and not segment.ops.is_full_backward for segment in segments.segments):
+        slots[done[B], stage, B] = slots[done[W], stage, W] = colored(stage, done[B], done[W])
+    return slots
 
 
 @jax.tree_util.register_dataclass

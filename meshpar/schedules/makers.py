@@ -63,7 +63,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     return Schedule.from_order("1f1b", rows)
 
 
-def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2, spread_head: bool = False) -> Schedule:
+def interleaved_1f1b(
+    stages: int, microbatches: int, *, chunks: int = 2, spread_head: bool = False, split_backward: bool = False
+) -> Schedule:
     """Return interleaved 1F1B: stage s runs chunks s, s+p, s+2p, ..., which shortens fill and drain.
 
     Bubble: (p−1)(F+B+W)/v. If m < p, it is longer by (p−m)(v−1)(F+B+W)/v. Activations: p·M·(1 + (p−1)/(p·v)) if m is a
@@ -71,7 +73,7 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2, spread_
     has the same bubble, and adds (v−1)(g−p)/v · M to the activations. Narayanan et al., arXiv 2104.04473.
 
     `spread_head` returns the table of `eager_1f1b(chunks=..., spread_head=True)`, which a loop without conditionals can
-    run. Activations: (p + (2p−1)/v)·M if m is a multiple of p and m > 2p.
+    run. Activations: (p + (2p−1)/v)·M if m is a multiple of p and m > 2p. `split_backward` as in `eager_1f1b`.
 
     `chunks` is the number of chunks per stage, v. Symbols, other args, returns and raises as in `gpipe`.
 
@@ -81,8 +83,8 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2, spread_
       stage 1  ·    F0.0 F1.0 F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 B0.0 W0.0 B1.0 W1.0 ·    ·
     """
     _check("interleaved-1f1b", stages, microbatches, chunks)
-    if spread_head:
-        return _eager("interleaved-1f1b", stages, microbatches, chunks, spread_head=True)
+    if spread_head or split_backward:
+        return _eager("interleaved-1f1b", stages, microbatches, chunks, spread_head, split_backward)
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages))
     forward = [(int(i), chunk) for group in groups for chunk in range(chunks) for i in group]
     backward = [(int(i), chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
@@ -92,7 +94,9 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2, spread_
     return Schedule.from_order("interleaved-1f1b", rows, parts=_in_turn(stages, chunks))
 
 
-def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1, spread_head: bool = False) -> Schedule:
+def eager_1f1b(
+    stages: int, microbatches: int, *, chunks: int = 1, spread_head: bool = False, split_backward: bool = False
+) -> Schedule:
     """Return eager 1F1B: enough warm-up forwards that each stage runs a forward and a full backward per tick.
 
     In 1F1B, a stage runs a forward while the next stage runs a backward. If stages synchronize in every tick, they wait
@@ -108,6 +112,9 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1, spread_head: 
     schedule (see `meshpar.schedules.uniform`). The bubble is the same. Activations: min(3p−1, m)·M, and with v > 1
     (p + (2p−1)/v)·M if m is a multiple of p and m > 2p.
 
+    `split_backward` requires `spread_head`. All stages then run W of a microbatch in the same tick, so that no W waits
+    for another stage. Bubble: (p−1)(F+B)/v. Inputs of W of up to p microbatches of a chunk are kept.
+
     Symbols, args, returns and raises as in `interleaved_1f1b`.
 
     Example:
@@ -116,10 +123,13 @@ def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1, spread_head: 
       stage 1  ·  F0 F1B0W0 B1W1 ·
     """
     _check("eager-1f1b", stages, microbatches, chunks)
-    return _eager("eager-1f1b", stages, microbatches, chunks, spread_head=spread_head)
+    return _eager("eager-1f1b", stages, microbatches, chunks, spread_head, split_backward)
 
 
-def _eager(name: str, stages: int, microbatches: int, chunks: int, *, spread_head: bool) -> Schedule:
+def _eager(name: str, stages: int, microbatches: int, chunks: int, spread_head: bool, split_backward: bool) -> Schedule:
+    if split_backward and not spread_head:
+        reason, fix = "W needs the ticks of the shared head", "set spread_head=True, too"
+        raise problem(f"schedule `{name}`", "set split_backward=True", reason, fix, code="conflict")
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages) if chunks > 1 else 1)
     # A microbatch needs p ticks to reach the last stage, and only then can it enter the next chunk.
     sizes = [max(len(group), stages) if chunks > 1 else len(group) for group in groups]
@@ -138,7 +148,9 @@ def _eager(name: str, stages: int, microbatches: int, chunks: int, *, spread_hea
             forward, backward = ticks[:, chunk] + stage, ticks[:, chunk] + first_backward + stages - 1 - stage
             table[forward, stage, 0] = np.stack([np.arange(microbatches), np.full(microbatches, chunk)], -1)
             last = np.stack([np.arange(microbatches), np.full(microbatches, chunks - 1 - chunk)], -1)
-            table[backward, stage, 1] = table[backward, stage, 2] = last
+            table[backward, stage, 1] = last
+            # On the first stage, B of a microbatch is last.
+            table[backward + stage * split_backward, stage, 2] = last
     joined = np.zeros(table.shape[:2], bool)
     parts = np.array(_in_turn(stages, chunks))
     return Schedule(name=name, microbatches=microbatches, table=table, parts=parts, joined=joined).validate()
@@ -302,9 +314,10 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
     if name not in SCHEDULES:
         raise problem(where, "create it", "no schedule has this name", near(str(name), SCHEDULES), code="unknown-name")
     choices = SCHEDULES[name].__kwdefaults__ or {}
-    if not isinstance(options.get("spread_head", False), bool):
-        requested, reason = f"set spread_head={options['spread_head']!r}", "it must be True or False"
-        raise problem(where, requested, reason, "write spread_head=True", code="wrong-type")
+    for name_of in ("spread_head", "split_backward"):
+        if not isinstance(options.get(name_of, False), bool):
+            requested, reason = f"set {name_of}={options[name_of]!r}", "it must be True or False"
+            raise problem(where, requested, reason, f"write {name_of}=True", code="wrong-type")
     if unknown := sorted(set(options) - set(choices)):
         reason = f"its options are {', '.join(choices)}" if choices else "it has no options"
         raise problem(where, f"set `{unknown[0]}`", reason, f"remove `{unknown[0]}`", code="unknown-name")

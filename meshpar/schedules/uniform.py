@@ -36,7 +36,7 @@ class Ops(NamedTuple):
     backward: bool
     weights: bool
     is_full_backward: bool
-    """Whether B and W are for the same microbatch, so that they are computed together."""
+    """Whether B and W of all stages are for the same microbatch, so that they are computed together."""
 
 
 class TickSegment(NamedTuple):
@@ -124,8 +124,7 @@ def _ops_of_ticks(schedule: ScheduleTable) -> list[Ops] | None:
     result = []
     for row, same in zip(has_op, is_same, strict=True):
         union, is_full = row.any(0), bool(np.all(same) and row[:, B].any())
-        is_mixed = not is_full and bool(np.any(same & row[:, B]))
-        if is_mixed or not union.any() or not np.any(np.all(row == union, -1)):
+        if not union.any() or not np.any(np.all(row == union, -1)):
             return None
         result.append(Ops(bool(union[F]), bool(union[B]), bool(union[W]), is_full))
     return result

@@ -63,6 +63,7 @@ class Case:
     spread_head: bool = True
     """For schedules with this option."""
     chunks: int | None = None
+    split_backward: bool = False
     unroll: bool = False
     """True if the layers of a chunk run without a loop."""
     waves: int = 0
@@ -73,6 +74,7 @@ class Case:
         if isinstance(self.schedule, Schedule):
             return self.schedule
         options = {"spread_head": True} if self.schedule in SPREAD and self.spread_head else {}
+        options |= {"split_backward": True} if self.split_backward else {}
         return make(self.schedule, self.p, self.m, **options, **({"chunks": self.chunks} if self.chunks else {}))
 
     @property
@@ -297,9 +299,11 @@ CROSSED = cases(
 NOISY = Case(schedule="zb-v", noise=True, aux=True)
 WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True)
 NOISY_AND_WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True, noise=True)
+SPLIT = Case(schedule="interleaved-1f1b", unroll=True, split_backward=True, m=5, remat="full", noise=True)
 VARIANTS = cases(
     NOISY_AND_WEIGHTED,
     Case(schedule="interleaved-1f1b", unroll=True, aux=True, noise=True, remat="full", m=5),
+    SPLIT,
     grid=[
         NOISY,
         WEIGHTED,
@@ -317,13 +321,22 @@ VARIANTS = cases(
         Case(schedule="interleaved-1f1b", chunks=2, p=4, m=2, tied=True, tensor=2),
         Case(schedule="interleaved-1f1b", chunks=5, p=4, m=7, tied=True, unroll=True),
         Case(schedule="eager-1f1b", p=4, m=13, expert=2, noise=True, waves=2),
+        SPLIT,
     ],
 )
 UNIFORM = [
-    Case(schedule="interleaved-1f1b", p=p, chunks=chunks, m=m, unroll=unroll, remat=remat, tied=bool(m % 2))
-    for p, chunks, m in itertools.product((2, 4), (1, 2, 3), (1, 3, 4, 7, 9))
-    for unroll, remat in ((True, None), (False, "full"))
-]
+    *(
+        Case(schedule="interleaved-1f1b", p=p, chunks=chunks, m=m, unroll=unroll, remat=remat, tied=bool(m % 2))
+        for p, chunks, m in itertools.product((2, 4), (1, 2, 3), (1, 3, 4, 7, 9))
+        for unroll, remat in ((True, None), (False, "full"))
+    ),
+    *(
+        dataclasses.replace(SPLIT, p=p, chunks=chunks, m=m, unroll=m % 2 == 0, fsdp=fsdp, tensor=tensor)
+        for p, chunks, m, fsdp, tensor in (
+            (2, 1, 4, 2, 2), (2, 2, 7, 1, 1), (4, 1, 8, 2, 1), (4, 2, 9, 1, 1), (4, 3, 16, 1, 2), (3, 2, 6, 2, 1),
+        )
+    ),
+]  # fmt: skip
 FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
 ALL_SCHEDULES = [
     *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),

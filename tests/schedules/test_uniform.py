@@ -88,6 +88,16 @@ def test_results_of_a_group_are_complete_at_its_event(sizes):
                 assert done[B][earlier : earlier + p, 0].max() < tick
 
 
+@pytest.mark.parametrize(("chunks", "bubble"), [(1, 14), (2, 7), (5, 2.8)])
+def test_split_backward_shortens_the_bubble(chunks, bubble):
+    schedule = make("interleaved-1f1b", 8, 64, chunks=chunks, spread_head=True, split_backward=True)
+    replay(schedule)
+    assert uniform(schedule) is not None
+    assert (executed(schedule)[:, 0].sum() - 3 * 64 * chunks) / chunks == pytest.approx(bubble)
+    with raises("conflict", "schedule `eager-1f1b`"):
+        make("eager-1f1b", 4, 8, split_backward=True)
+
+
 def test_messages_are_in_their_slot_until_they_are_read():
     for p, v, m in ((2, 2, 5), (4, 2, 7), (4, 3, 9), (3, 1, 7)):
         schedule = make("interleaved-1f1b", p, m, chunks=v, spread_head=True)
