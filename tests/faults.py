@@ -50,7 +50,7 @@ FAULTS = (
     Fault("two kernels for the gradients of attention have a rate each", "bench/trace_profile.py",
         "sums[key][0] += kernel.flops / repetition", "sums[key][0] += kernel.flops", "bench/test_trace_profile.py"),
     Fault("an effect within the noise is chosen", "bench/tuning.py",
-        "return enough and ratio.is_significant and", "return enough and", "bench/test_tuning.py"),
+        "is not None and ratio.is_significant and", "is not None and", "bench/test_tuning.py"),
     Fault("tuned options are used for another program", "runs/tuned.py",
         "if not reasons and measured.program != current.program", "if False", "runs/test_tuned.py"),
     Fault("unrolled layers are recomputed without a barrier", "layers/scan.py",

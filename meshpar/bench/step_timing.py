@@ -26,6 +26,8 @@ from meshpar.training.state import TrainState
 
 WARMUP = 2
 """Number of steps after the first that are not measured."""
+NOISE_ROUNDS = 3
+"""Smallest number of rounds from which the noise of a ratio is known."""
 MIN_ROUNDS, BLOCK_STEPS = 4, 4
 """With `against`: smallest number of rounds of alternate blocks, if there are enough steps, and steps of a block."""
 READING = "the loss of a step is read while the next two steps run, as in `train`"
@@ -51,10 +53,14 @@ class Ratio(Plain):
 
     @property
     def is_significant(self) -> bool:
-        """Whether the difference exceeds the noise."""
-        return abs(self.ratio - 1) > self.noise
+        """Whether the difference exceeds the noise. The noise of fewer than `NOISE_ROUNDS` rounds is unknown."""
+        return self.rounds >= NOISE_ROUNDS and abs(self.ratio - 1) > self.noise
 
     def __str__(self) -> str:
+        if self.rounds < NOISE_ROUNDS:
+            return (
+                f"{self.ratio:.3f} × the time; the noise is unknown: it needs {NOISE_ROUNDS} rounds, not {self.rounds}"
+            )
         verdict = "" if self.is_significant else ", no difference above the noise"
         return f"{self.ratio:.3f} × the time, noise {self.noise:.3f}, {self.rounds} rounds{verdict}"
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshpar.bench.step_timing import Ratio
+from meshpar.bench.step_timing import NOISE_ROUNDS, Ratio
 from meshpar.bench.variants import Variant
 from meshpar.hardware.compile_target import GPUS
 from meshpar.inspect.memory import limit_bytes
@@ -28,7 +28,7 @@ from meshpar.runs.compile_cache import cache_location, keeping_programs
 from meshpar.runs.recipe import Recipe
 from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.tuned import MeasuredProgram, Tuned
-from meshpar.sharding.errors import MeshparError, check_number
+from meshpar.sharding.errors import MeshparError, check_cases, check_number
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.units import human_bytes, human_time
 
@@ -37,7 +37,7 @@ COMPILE_SHARE = 0.5
 SLOWER = 1.3
 """Alternatives with a prediction of more than this multiple of the recipe's are not measured. Predictions of steps on
 an H100 have errors of up to 8 % (docs/performance.md)."""
-MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
+MIN_ROUNDS, ROUNDS, MAX_ROUNDS = NOISE_ROUNDS, 5, 15
 """Numbers of rounds of alternate blocks: the smallest for a decision, the usual, and the largest, for alternatives that
 are faster by less than the noise."""
 MIN_BLOCK_S, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 0.3, 2, 100
@@ -134,7 +134,7 @@ class Tuning(Printed, Plain):
     seconds: float
     """Time of the search."""
     step_s: float
-    """Median time of a step of the recipe."""
+    """Mean time of three steps of the recipe."""
     alternatives: tuple[Alternative, ...]
     settings: tuple[str, ...]
     """Fields to change, as `FIELD=VALUE`. Empty if no change was faster."""
@@ -205,6 +205,10 @@ def tune(
       >>> tuning.tuned().save("tuned.json")  # doctest: +SKIP
     """
     check_number("tune", "300", seconds=seconds)
+    several = jax.process_count() > 1
+    reason = f"there are {jax.process_count()} processes, whose clocks would lead to different decisions"
+    fix = "tune on the devices of one process, or compare two configurations: meshpar bench step RECIPE --against F=V"
+    check_cases("tune", "search by measurement", "unsupported-feature", (several, reason, fix))
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))
     search = _Search(recipe, float(seconds), devices, progress)
@@ -318,7 +322,8 @@ class _Search:
         self._compile(base)
         self.batches, self.state = self.main.batches(), self.main.setup.init(self.recipe.seed)
         self._steps(self.main, 2)
-        base_s = min(self._steps(self.main, 3)[1:])
+        # The times between the losses of single steps may be short, because a loss is read while later steps run.
+        base_s = statistics.mean(self._steps(self.main, 3))
         self.block_steps = min(max(math.ceil(MIN_BLOCK_S / base_s), MIN_BLOCK_STEPS), MAX_BLOCK_STEPS)
         self.block_s = self.block_steps * base_s
         platform = self.main.devices.flat[0].platform
@@ -484,8 +489,7 @@ def _by_turns(trials: Sequence[_Trial]) -> list[_Trial]:
 def _is_faster(trial: _Trial) -> bool:
     """Return whether the effect of a trial is certain enough."""
     ratio = trial.ratio
-    enough = ratio is not None and ratio.rounds >= MIN_ROUNDS
-    return enough and ratio.is_significant and ratio.ratio <= 1 - MIN_GAIN  # type: ignore[union-attr]
+    return ratio is not None and ratio.is_significant and ratio.ratio <= 1 - MIN_GAIN
 
 
 def _fields(changes: Sequence[str]) -> set[str]:

@@ -108,6 +108,13 @@ def test_ratio_is_compared_with_its_noise(other_s, is_significant) -> None:
     assert ("no difference" in str(ratio)) != is_significant
 
 
+def test_noise_of_too_few_rounds_is_unknown() -> None:
+    for rounds in (1, 2, 3):
+        ratio = Ratio.of((1.0,) * rounds, (0.8,) * rounds)
+        assert ratio.is_significant == (rounds == 3)
+        assert ("the noise is unknown" in str(ratio)) == (rounds < 3)
+
+
 def test_executable_that_was_compiled_before_is_the_one_that_runs() -> None:
     """`tune` compiles in threads, so a step must not be compiled again when it is called."""
     compilations = []

@@ -67,7 +67,7 @@ def option(name: str, *values: object) -> Option:
 def search(monkeypatch) -> Callable[..., tuning.Tuning]:
     """Return a function that searches with a planted clock and planted factors of the step time, by change."""
 
-    def run(options, factors, *, seconds=300.0, predictions=None, peaks=None, limit=None):
+    def run(options, factors, *, seconds=300.0, predictions=None, peaks=None, limit=None, intervals=None):
         clock = types.SimpleNamespace(now=0.0)
         rounds = {}
 
@@ -85,7 +85,7 @@ def search(monkeypatch) -> Callable[..., tuning.Tuning]:
                 factor = factors.get(change, 1)
                 step_s *= factor(rounds[self.changes]) if callable(factor) else factor
             clock.now += count * step_s
-            return state, [step_s] * count
+            return state, [step_s] * count if intervals is None else intervals(step_s, count)
 
         monkeypatch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
         monkeypatch.setattr(tuning._Search, "_compile", compiled)
@@ -217,6 +217,18 @@ def test_alternatives_are_fields_of_the_recipe() -> None:
 def test_tune_rejects_invalid_time() -> None:
     with raises("out-of-range"):
         mp.bench.tune(RECIPE, seconds=0)
+
+
+def test_tune_rejects_several_processes(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with raises("unsupported-feature"):
+        mp.bench.tune(RECIPE, seconds=60)
+
+
+def test_time_of_a_step_includes_the_wait_for_its_loss(search) -> None:
+    """On a busy machine the losses of the later steps may be ready together with the first."""
+    found = search([], {}, intervals=lambda step_s, count: [count * step_s - 1e-4 * (count - 1), *[1e-4] * (count - 1)])
+    assert found.step_s == pytest.approx(STEP_S)
 
 
 @pytest.mark.pod
