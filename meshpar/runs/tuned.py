@@ -83,7 +83,13 @@ class Tuned(Plain):
         subject = parsed(MeasuredProgram, data["subject"], where, fix)
         tuned = parsed(Tuned, data | {"subject": subject}, where, fix)
         is_list = isinstance(tuned.settings, tuple) and all(isinstance(text, str) for text in tuned.settings)
-        check_cases(where, "read its settings", "damaged-file", (not is_list, "they are not a list of texts", fix))
+        versions, numbers = subject.versions, [tuned.ratio, tuned.noise] if tuned.settings else []
+        check_cases(
+            where, "read it", "damaged-file",
+            (not is_list, "its settings are not a list of texts", fix),
+            (not isinstance(versions, dict) or {*versions} != {*VERSIONS}, f"its versions are not {VERSIONS}", fix),
+            (not all(isinstance(x, int | float) for x in numbers), "its ratio or noise is not a number", fix),
+        )  # fmt: skip
         return tuned
 
     def apply(self, recipe: Recipe, mesh: Mesh) -> Recipe:

@@ -88,9 +88,17 @@ def test_damaged_files_are_refused(tmp_path, text, code) -> None:
         Tuned.load(file)
 
 
-def test_settings_must_be_texts(tuned, tmp_path) -> None:
-    file = tmp_path / "tuned.json"
-    for settings in ("step.remat=full", [1], None):
-        file.write_text(json.dumps(tuned.to_json() | {"settings": settings}))
-        with raises("damaged-file"):
-            Tuned.load(file)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": "step.remat=full"}, {"settings": [1]}, {"settings": None}, {"ratio": None}, {"noise": "0.1"},
+        {"versions": {}}, {"versions": []}, {"versions": 3},
+    ],
+)  # fmt: skip
+def test_damaged_values_are_refused(tuned, tmp_path, change) -> None:
+    file, saved = tmp_path / "tuned.json", tuned.to_json()
+    target = saved["subject"] if "versions" in change else saved
+    target |= change
+    file.write_text(json.dumps(saved))
+    with raises("damaged-file"):
+        Tuned.load(file)
