@@ -42,6 +42,7 @@ def trace(file: str, cluster: str | None, mesh: str | None, top: int, save: str 
     from meshpar.inspect import trace as reader
     from meshpar.inspect.trace_file import find
     from meshpar.runs.traced_run import traced_run
+    from meshpar.sharding.errors import problem
     from meshpar.sharding.mesh import MeshSpec
 
     options: dict[str, Any] = traced_run(find(file))
@@ -50,6 +51,10 @@ def trace(file: str, cluster: str | None, mesh: str | None, top: int, save: str 
         options["mesh"] = spec.resolve(math.prod(spec.values()))
     if cluster is not None:
         profile = parse_profile(cluster)
+        traced = options.get("cluster")
+        if traced is not None and (isinstance(profile, Links) or profile.gpu != traced.gpu):
+            reason, fix = f"the run used {traced.gpu.name}", "pass a profile of these GPUs, or remove --cluster"
+            raise problem(f"--cluster {cluster}", "predict the traced steps", reason, fix, code="conflict")
         options["links" if isinstance(profile, Links) else "cluster"] = profile
     report = reader.read(file, top=top, **options)
     if save:

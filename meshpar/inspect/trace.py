@@ -36,6 +36,7 @@ from meshpar.inspect.timeline.program_work import Matmul
 from meshpar.inspect.timeline.simulator import Timed, Timeline, timeline
 from meshpar.inspect.trace_file import Event, TraceData, find, load
 from meshpar.schedules import Schedule
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.units import si
 
@@ -196,6 +197,9 @@ def read(
         `hardware.clusters.HOST_DEVICES`.
       schedule: the schedule of a pipelined step, for the number of executions of its branches.
       top: number of largest costs to return.
+
+    Raises:
+      MeshparError: the trace cannot be read, or there is a `cluster` and the trace has no operation of a GPU.
     """
     file = find(path)
     data = load(file)
@@ -208,8 +212,11 @@ def read(
     for event in data.events:
         if event.module == name and event.program_id in (program_id, None):
             by_device[event.device].append(event)
+    reason, fix = "it has no operation of a GPU", "leave out the cluster, or pass links of these devices"
+    requested, is_other = "predict it for GPUs", cluster is not None and not data.is_gpu
+    check_cases(f"trace `{file}`", requested, "conflict", (is_other, reason, fix))
     links = HOST_DEVICES if links is None and not data.is_gpu else links
-    module, cluster = data.program(name, program_id), cluster if data.is_gpu else None
+    module = data.program(name, program_id)
     program = _Program.of(module, mesh, cluster, links, schedule, data.is_gpu)
     return _summary(file, data, name, by_device, program, top)
 

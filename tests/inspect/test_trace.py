@@ -236,6 +236,28 @@ def test_run_folder_determines_mesh_gpus_and_schedule(tmp_path):
     assert {*traced_run(file)} == {"mesh"}
 
 
+@pytest.mark.parametrize("change", [{"mesh": 3}, {"program": {"devices": "2 × cpu", "processes": "x"}}])
+def test_damaged_run_folder_is_refused(tmp_path, change):
+    saved = {"mesh": {"data": 2}, "strategy": "fsdp()", "program": {"devices": "2 × cpu"}}
+    (tmp_path / "recipe.json").write_text(json.dumps(saved | change))
+    with raises("damaged-file"):
+        traced_run(written(tmp_path / "profile", HOST))
+
+
+def test_cluster_of_other_devices_is_refused(tmp_path, meshpar):
+    """Otherwise `--save` would write rates of other devices to a profile of these GPUs."""
+    on_host = plane("/host:CPU", {"thread": [("dot.1", "dot.1", 0, 5)]}, number=9)
+    with raises("conflict"):
+        trace.read(written(tmp_path / "cpu", on_host), cluster=CLUSTER)
+    folder = tmp_path / "run"
+    written(folder, HOST, programs(PROGRAM), *gpus(KERNELS))
+    program = {"devices": "2 × NVIDIA H100 80GB HBM3"}
+    (folder / "recipe.json").write_text(json.dumps({"mesh": {"data": 2}, "program": program}))
+    assert meshpar("trace", folder, "--cluster", "h100:1x2")[0] == 0
+    code, _, err = meshpar("trace", folder, "--cluster", "a100-80:1x2")
+    assert (code, "the run used h100" in err) == (2, True)
+
+
 @pytest.mark.call_stacks
 def test_trace_of_this_process_contains_the_programs_that_ran(tmp_path):
     """Two programs have the same name. The reader assumes XLA's field numbers and names."""
