@@ -92,7 +92,8 @@ class GpuRates(Printed, Plain):
             (name, si(rate, "FLOP/s"), "" if (peak := peaks[bits]) is None else f"{rate / peak:.0%}")
             for name, rate, bits in rows
         ]
-        captions = [f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {si(self.launch_s, 's')}"]
+        captions = [f"copies move {si(self.bytes_per_s, 'B/s')}"] * bool(self.bytes_per_s)
+        captions += [f"a launch takes {si(self.launch_s, 's')}"] * bool(self.launch_s)
         captions += [f"no time for: {', '.join(self.dropped)}"] * bool(self.dropped)
         captions += [f"{name} failed: {error}" for name, error in self.failed.items()]
         caption = "\n".join([*captions, f"{self.source}; {self.seconds:.0f} s"])

@@ -228,6 +228,13 @@ def test_gpu_rates_rejects_invalid_arguments(make, code):
         make()
 
 
+def test_rates_that_were_not_measured_are_not_printed():
+    assert "a launch takes 2.5 µs" in str(MEASURED)
+    text = str(dataclasses.replace(MEASURED, launch_s=0.0, bytes_per_s=0.0))
+    assert "a launch takes" not in text
+    assert "copies move" not in text
+
+
 def test_profile_rejects_rates_of_another_gpu(tmp_path):
     file = tmp_path / "other.json"
     cluster_of(gpu_by_name("a100"), nodes=1, gpus_per_node=8).save(file)
