@@ -41,8 +41,8 @@ fast. `meshpar bench gpu` measures both, and its profile replaces this table.
 def grouped_kernels() -> GroupedKernels | None:
     """Return the kernels for the GPU that a program is traced for, or None if tokamax lacks a kernel.
 
-    The measured rates of a profile replace the table: the profile of `explain`, or of the variable `MESHPAR_CLUSTER`.
-    Without the packages of Triton, Mosaic computes all results.
+    The measured rates of a profile replace the table: the profile of `explain`, or of the variable `MESHPAR_CLUSTER`,
+    if it is for a GPU of the same generation. Without the packages of Triton, Mosaic computes all results.
     """
     capability = target()[1] or (9, 0)
     table = BY_GENERATION.get(capability[0])
@@ -51,25 +51,26 @@ def grouped_kernels() -> GroupedKernels | None:
     profile = target_profile()
     if profile is None and (path := os.environ.get(VARIABLE)):
         profile = parse_profile(path)
-    measured = fastest(profile.grouped) if isinstance(profile, Cluster) else {}
+    is_for_target = isinstance(profile, Cluster) and profile.gpu.chip.compute_capability[0] == capability[0]
+    measured = fastest(profile.grouped) if is_for_target else {}
     chosen = table._replace(**measured)
     return chosen if has_triton() else GroupedKernels(*("mosaic" for _ in chosen))
 
 
 def fastest(rates: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
-    """Return operand -> kernel with the highest median rate, for operands with rates of all kernels.
+    """Return operand -> kernel with the highest median rate of the sizes that were measured with all kernels.
 
     Example:
       >>> fastest({"mosaic rows": {1024: 3e14}, "triton rows": {1024: 4e14}, "triton weights": {1024: 6e14}})
       {'rows': 'triton'}
     """
-    median = {key: statistics.median(by_size.values()) for key, by_size in rates.items() if by_size}
-    names = {operand: {kernel: f"{kernel} {operand}" for kernel in KERNELS} for operand in OPERANDS}
-    return {
-        operand: max(keys, key=lambda kernel, keys=keys: median[keys[kernel]])  # type: ignore[misc]
-        for operand, keys in names.items()
-        if median.keys() >= set(keys.values())
-    }
+    chosen = {}
+    for operand in OPERANDS:
+        tables = {kernel: rates.get(f"{kernel} {operand}", {}) for kernel in KERNELS}
+        if sizes := set.intersection(*map(set, tables.values())):
+            medians = {kernel: statistics.median(table[size] for size in sizes) for kernel, table in tables.items()}
+            chosen[operand] = max(medians, key=medians.__getitem__)
+    return chosen
 
 
 def has_triton() -> bool:

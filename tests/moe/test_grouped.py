@@ -336,6 +336,15 @@ def test_profile_of_the_environment_selects_kernels(monkeypatch, tmp_path):
     assert grouped_kernels.grouped_kernels() == ("mosaic", "mosaic", "triton")
     monkeypatch.setenv("MESHPAR_CLUSTER", str(file))
     assert grouped_kernels.grouped_kernels() == ("mosaic", "mosaic", "mosaic")
+    dataclasses.replace(parse_cluster("b200:1x1"), grouped=rates).save(file)
+    assert grouped_kernels.grouped_kernels() == ("mosaic", "mosaic", "triton")
+
+
+def test_kernels_are_compared_at_the_sizes_that_both_have():
+    """Small groups are slower, so a kernel that was measured only for them would lose."""
+    rates = {"mosaic rows": {512: 1e14, 4096: 5e14}, "triton rows": {4096: 4e14}, "mosaic weights": {512: 1e14}}
+    rates["triton weights"] = {1024: 2e14}
+    assert grouped_kernels.fastest(rates) == {"rows": "mosaic"}
 
 
 def test_auto_depends_on_the_target_of_the_trace(fake_tokamax):
