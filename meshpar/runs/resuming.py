@@ -194,11 +194,8 @@ def changes(
     # Defaults apply only to configs that the older recipe has.
     configs = {"", *(path.rpartition(".")[0] for path in old)}
     implied = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in configs}
-    return {
-        path: (old.get(path, absent), new.get(path, absent))
-        for path in {**old, **new}
-        if old.get(path, implied.get(path, absent)) != new.get(path, absent)
-    }
+    pairs = {path: (old.get(path, implied.get(path, absent)), new.get(path, absent)) for path in {**old, **new}}
+    return {path: (earlier, later) for path, (earlier, later) in pairs.items() if earlier != later}
 
 
 def defaults_of(recipe: Recipe) -> dict[str, Any]:

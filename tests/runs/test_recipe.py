@@ -21,7 +21,7 @@ from meshpar.runs.optimizers import AdamW, Optax
 from meshpar.runs.overrides import override, read
 from meshpar.runs.recipe import Recipe, Sample
 from meshpar.runs.recipe_file import load_recipe
-from meshpar.runs.resuming import breaks_resuming, changes, defaults_of
+from meshpar.runs.resuming import REPLAYED, breaks_resuming, changes, defaults_of
 from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.models.architecture import RopeScaling
@@ -290,12 +290,23 @@ def test_changes_uses_defaults_for_missing_fields():
     assert set(changes(before, now)) == {"step.accumulate", "model.moe"}
     assert not changes(before, now, defaults_of(recipe))
     other = recipe.override("step.accumulate=2")
-    assert changes(before, other.to_json(), defaults_of(other)) == {"step.accumulate": ("(absent)", 2)}
+    assert changes(before, other.to_json(), defaults_of(other)) == {"step.accumulate": (1, 2)}
     # Defaults do not apply to a config that was None.
     sampled = recipe.override("sample.num_tokens=5")
     assert any(
         path.startswith("sample") for path in changes(now | {"sample": None}, sampled.to_json(), defaults_of(sampled))
     )
+
+
+def test_runs_from_before_a_field_existed_resume_with_another_value_of_it():
+    """The old program is lowered with the default of the field."""
+    recipe = small().override("model.unroll=2", "allow=unfused-attention")
+    before = json.loads(json.dumps(small().to_json()))
+    del before["model"]["unroll"], before["allow"]
+    changed = changes(before, recipe.to_json(), defaults_of(recipe))
+    assert changed["model.unroll"] == (1, 2)
+    assert not [path for path in changed if breaks_resuming(path)]
+    assert recipe.override(*(f"{path}={changed[path][0]}" for path in set(changed) & set(REPLAYED))).model.unroll == 1
 
 
 def test_changes_reads_step_options_of_an_earlier_version():
