@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
+from meshpar.bench import step_timing
 from meshpar.bench.step_timing import Ratio, StepTiming, StepTimings
 from meshpar.bench.variants import Variant
 from meshpar.inspect.explain import explain
@@ -113,6 +114,27 @@ def test_noise_of_too_few_rounds_is_unknown() -> None:
         ratio = Ratio.of((1.0,) * rounds, (0.8,) * rounds)
         assert ratio.is_significant == (rounds == 3)
         assert ("the noise is unknown" in str(ratio)) == (rounds < 3)
+
+
+def test_peak_of_the_second_configuration_is_unknown_below_that_of_the_first(monkeypatch) -> None:
+    """The counter of a device never falls."""
+    peaks = iter((100, 300, 300, 300))  # before and after the first steps of each configuration
+    monkeypatch.setattr(step_timing, "_peak_bytes", lambda variant: next(peaks))
+    variant = Variant.of(linear_recipe(), devices=jax.devices()[:1])
+    first = step_timing._Run(variant, None)
+    second = step_timing._Run(variant, first)
+    assert (first.peak_bytes, first.notes) == (300, [])
+    assert (second.peak_bytes, second.notes) == (
+        None,
+        ["its peak memory is at most 300 B, the peak of the first program"],
+    )
+
+
+def test_states_with_other_shardings_are_not_shared() -> None:
+    recipe = linear_recipe().replace(mesh=mp.MeshSpec(fsdp=2), strategy=mp.fsdp(min_bytes=0))
+    sharded, replicated = (Variant.of(recipe, changes, jax.devices()[:2]) for changes in ((), ("strategy=ddp()",)))
+    assert sharded.shares_state_of(Variant.of(recipe, ("step.accumulate=2",), jax.devices()[:2]))
+    assert not replicated.shares_state_of(sharded)
 
 
 def test_executable_that_was_compiled_before_is_the_one_that_runs() -> None:

@@ -102,6 +102,14 @@ def test_rates_of_fp8_grouped_matmuls_and_copies(tmp_path):
     assert [kernel.ratio for kernel in again.kernels] == pytest.approx([1, 1, 1, 1], rel=1e-3)
 
 
+def test_kernels_with_several_matmuls_give_no_rates(file, tmp_path):
+    found = trace.read(file, mesh={"data": 2}, cluster=CLUSTER)
+    several = tuple(dataclasses.replace(kernel, flops=2 * kernel.flops) for kernel in found.kernels)
+    saved = profile_of_trace(dataclasses.replace(found, kernels=several), tmp_path / "my.json", CLUSTER)
+    assert (saved.products, saved.shapes, saved.attention) == ({}, {}, {})
+    assert saved.axes
+
+
 def test_traces_of_other_devices_give_links(file, tmp_path):
     found = trace.read(file, mesh={"data": 2}, cluster=CLUSTER)
     path = tmp_path / "cpu.json"

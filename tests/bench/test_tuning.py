@@ -151,6 +151,22 @@ def test_failures_are_reported(search) -> None:
     }
 
 
+def test_state_that_a_failure_has_freed_is_created_again(monkeypatch) -> None:
+    """A step donates its state, so an error during the step may leave deleted arrays."""
+    found = tuning._Search(RECIPE, 300.0, jax.devices()[:1], print)
+    found.state, found.batches = found.main.setup.init(0), []
+    trial = tuning._Trial("", (), found.main)
+
+    def fail(self, state, batches, count):
+        jax.tree.map(lambda x: x.delete(), state.params)
+        raise jax.errors.JaxRuntimeError("INTERNAL: failed")
+
+    monkeypatch.setattr(Variant, "run", fail)
+    assert found._block(trial, 2) == []
+    assert trial.outcome == "failed: JaxRuntimeError: INTERNAL: failed"
+    assert not any(x.is_deleted() for x in jax.tree.leaves(found.state))
+
+
 def test_programs_that_do_not_fit_or_are_predicted_to_be_slow_are_not_measured(search) -> None:
     found = search(
         [option("a", 2, 3, 4)],
