@@ -28,6 +28,8 @@ COLORS = {"F": ("bright_cyan", "cyan"), "B": ("bright_green", "green"), "W": ("b
 @click.option("--stages", metavar="P", type=click.IntRange(min=1), help="Number of stages.  [default: 4]")
 @click.option("--microbatches", metavar="M", type=click.IntRange(min=1), help="Microbatches per step.  [default: 2P]")
 @click.option("--chunks", metavar="V", type=int, help="Model chunks per stage (interleaved, eager).")
+@click.option("--spread-head", is_flag=True, help="Share the head, as in pipeline_parallel (interleaved, eager).")
+@click.option("--split-backward", is_flag=True, help="Run weight gradients in ticks of their own; with --spread-head.")
 @click.option("--limit", metavar="K", type=int, help="Maximum number of microbatches in flight on a stage (zb-h2).")
 @click.option("--f", default=1.0, show_default=True, help="Time of the forward pass of a stage.")
 @click.option("--b", default=1.0, show_default=True, help="Time of the input gradients of a stage.")
@@ -39,7 +41,8 @@ COLORS = {"F": ("bright_cyan", "cyan"), "B": ("bright_green", "green"), "W": ("b
 )
 @click.option("--png", metavar="FILE", type=click.Path(dir_okay=False), help="Write a plot of the timeline.")
 def schedule(
-    name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, limit: int | None, f: float,
+    name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, spread_head: bool,
+    split_backward: bool, limit: int | None, f: float,
     b: float, w: float, comm: float, as_json: bool, as_csv: bool, png: str | None,
 ) -> None:  # fmt: skip
     """Show a pipeline schedule: `meshpar schedule zb-h2 --stages 4 --microbatches 8`.
@@ -52,7 +55,13 @@ def schedule(
     if png is not None:
         check_output_file(png, (".png",))
     costs = {"f": f, "b": b, "w": w, "comm": comm}
-    options = {key: value for key, value in (("chunks", chunks), ("limit", limit)) if value is not None}
+    given = {
+        "chunks": chunks,
+        "limit": limit,
+        "spread_head": spread_head or None,
+        "split_backward": split_backward or None,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
     for is_wrong, message in (
         (name is None and options, f"--{next(iter(options), '')} requires a schedule NAME."),
         (name is None and as_csv, "--csv requires a schedule NAME."),

@@ -203,7 +203,7 @@ class Executor(StageProgram):
                 )
             if has_w and not is_full_backward:
                 from_b = view(deferred, column.deferred_weight_grads[W])
-                shared = self.split.shared(weights_of(W))
+                shared = self.split.stacked_shared(weights_of(W))
                 residuals = view(saved, column.saved_activations[W])
                 steps[W] = scoped("weights", self.split.weights_steps(shared, residuals, from_b))
             out = dict(zip(steps, run_interleaved(*steps.values()), strict=True))

@@ -184,7 +184,7 @@ class _Loop:
         inner = eqn.params["jaxpr"]
         self.body: ClosedJaxpr = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
         self.length, self.reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
-        self.is_unrolled = int(eqn.params["unroll"]) >= self.length
+        self.is_unrolled = 0 < self.length <= int(eqn.params["unroll"])
         # Stacked values have an additional dim outside the body. Equation parameters differ between jax versions.
         self.num_carry = _lead(eqn.outvars, self.body.jaxpr.outvars)
         self.num_consts = _lead(eqn.invars, self.body.jaxpr.invars) - self.num_carry

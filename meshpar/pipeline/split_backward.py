@@ -138,6 +138,10 @@ class SplitVjp:
 
     def shared(self, params: PyTree) -> Values:
         """Return the residuals that depend on parameters and constants only. They are the same for all microbatches."""
+        return arrays(self.stacked_shared(params))
+
+    def stacked_shared(self, params: PyTree) -> Values:
+        """Return `shared`, with a `Stacked` in place of the results of unrolled loops."""
         out, _ = run(self._shared.known_steps([*jax.tree.leaves(params), *[None] * self._x.count]))
         residuals = out[self._y.count :]
         return tuple(residuals[i] for i in self._residuals.shared)

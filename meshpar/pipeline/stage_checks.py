@@ -16,6 +16,7 @@ from meshpar.pipeline.jaxpr_slicing import PartialEval, flat_jaxpr
 from meshpar.pipeline.stage_program import MicrobatchInputs, Params, layout_of
 from meshpar.pipeline.staged_model import StagedModel
 from meshpar.schedules import Schedule
+from meshpar.schedules.uniform import uniform
 from meshpar.sharding.errors import check_choice, problem
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, is_spec, num_shards, spec_axes, tree_leaves_with_paths
@@ -162,7 +163,8 @@ def checked_uses(
         ("loss_fn", loss, (embedding_and_head, x, inputs)),
     ):
         closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
-        _check_collectives(name, closed.jaxpr, run.axis, axis_sizes(run.mesh))
+        is_uniform = uniform(run.schedule) is not None
+        _check_collectives(name, closed.jaxpr, run.axis, axis_sizes(run.mesh), is_uniform=is_uniform)
         if name != "stage_fn":
             uses.append(list(PartialEval(closed, known=[True] * len(closed.jaxpr.outvars)).known_reads[:count]))
     return uses[0], uses[1]
@@ -206,22 +208,25 @@ LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
 """Primitives that name a mesh axis but do not communicate."""
 
 
-def _check_collectives(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> None:
-    """Check that a function does not communicate over the stages, which run different chunks and microbatches."""
+def _check_collectives(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int], *, is_uniform: bool) -> None:
+    """Check that a function does not communicate over the stages, which run different chunks and microbatches.
+
+    If all stages run the same ops in a tick (`is_uniform`), the function may permute over other axes.
+    """
     for eqn, _ in equations(jaxpr):
         names, primitive = eqn.params.get("axis_name", eqn.params.get("axes", ())), eqn.primitive.name
         axes = names if isinstance(names, tuple | list | frozenset | set) else (names,)
         if axis in axes and primitive not in LOCAL:
             reason = f"ranks along `{axis}` are stages, which process different microbatches, or none, at the same time"
             fix = "remove the collective; the executor sends results between stages and sums gradients after the loop"
-        elif primitive == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
+        elif primitive == "ppermute" and not is_uniform and any(sizes.get(a, 1) > 1 for a in axes):
             reason = (
                 "a permute synchronizes all host devices, even outside its groups, and other stages run different "
                 "ops at that time: a deadlock"
             )
             fix = (
-                "do not use ring communication (context_parallel, overlapped matmuls) inside stages; "
-                "tensor_parallel(sequence=True) works"
+                "use schedule='eager-1f1b' or 'interleaved-1f1b', in which all stages run the same ops, or no ring "
+                "communication (context_parallel, overlapped matmuls) inside stages"
             )
         else:
             continue

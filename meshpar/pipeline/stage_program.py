@@ -196,7 +196,7 @@ class StageProgram:
         """Run B with a method of `split`, and return the gradient of x and the second result of the method."""
         # Auxiliary losses have the same weight for each microbatch.
         ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-        (dx, _), result = yield from run(self.split.shared(weights), residuals, ((dy, ones), zeros(self.aux)))
+        (dx, _), result = yield from run(self.split.stacked_shared(weights), residuals, ((dy, ones), zeros(self.aux)))
         return dx, result
 
     def constrain(self, x: PyTree, *, rows: bool = False) -> PyTree:

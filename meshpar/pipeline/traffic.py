@@ -84,7 +84,7 @@ def traffic(schedule: Schedule) -> StageTraffic:
         up=up,
         down=down,
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
-        rounds=len(WeightPlacement.of(schedule, "stage").rounds),
+        rounds=sum(bool(r.pairs) for r in WeightPlacement.of(schedule, "stage").rounds),
     )
 
 

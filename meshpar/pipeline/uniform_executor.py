@@ -339,7 +339,7 @@ class UniformExecutor(StageProgram):
     def _weights(self, carry: _Carry, saved: Buffers, weights: PyTree, column: UniformColumns) -> _Carry:
         """Run a W whose B was in an earlier tick."""
         steps = self.split.weights_steps(
-            self.split.shared(weights), view(saved, column.saved_activations[W]),
+            self.split.stacked_shared(weights), view(saved, column.saved_activations[W]),
             view(carry.deferred_weight_grads, column.deferred_weight_grads[W]),
         )  # fmt: skip
         return self._with_grads(carry, run(scoped("weights", steps)), column)

@@ -41,10 +41,6 @@ from meshpar.schedules.uniform import uniform
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import num_shards, without_axes
 
-GROUP_BUFFERS = 6
-"""Activations that a stage keeps for each stage, if the stages share embedding and head: embeddings and their gradients
-of two groups, outputs and their gradients of one."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Plain):
@@ -104,9 +100,11 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     small = residual / work.compute_itemsize
     partial_sums = 8 * MEMORY.split_parts * int(max(weights.small, small if small <= MEMORY.most_split else 0))
     if placed.strategy.pipeline is not None:
-        saved = _staged(placed, saved, examples) + _deferred_expert_grads(placed, step)
+        saved = _staged(placed, step, saved) + _deferred_expert_grads(placed, step)
         # A tick slot with a forward and a backward pass runs a layer of each at a time.
         layer = _routed_bytes(placed, step, examples) * (2 if stage_load(placed.strategy.pipeline).together else 1)
+        # Gradients of a chunk's weights, before they are added to their sums.
+        layer += int(weights.copies * stage_load(placed.strategy.pipeline).chunk)
         # Gradients of parameters outside the layers, which are full on each stage.
         for weight in placed.weights:
             if not weight.leaf.is_stacked:
@@ -187,27 +185,30 @@ def _weight_bytes(placed: Placed, step: Execution) -> _WeightBytes:
     )  # fmt: skip
 
 
-def _staged(placed: Placed, saved: int, examples: int) -> int:
+def _staged(placed: Placed, step: Execution, saved: int) -> int:
     """Return the bytes of saved activations on the busiest stage, and of the inputs of deferred weight gradients."""
     work, pipeline = placed.workload, placed.strategy.pipeline
     assert pipeline is not None
     load = stage_load(pipeline)
-    deferred = _deferred_inputs(placed, examples)
+    deferred = _deferred_inputs(placed, step.examples)
     # A single buffer slot is written in place. With several slots, the new value exists outside the slot first. If no W
     # is deferred, the inputs of one layer exist while it runs.
     copies = MEMORY.handed_twice + (load.deferred > load.chunk)
     extra = load.chunk * copies if load.deferred else pipeline.stages / work.num_layers
     held = saved * load.microbatches + deferred * (load.deferred + extra)
     # Activations of groups of microbatches: embeddings, outputs and their gradients.
-    shared = residual_row_bytes(placed) * examples * GROUP_BUFFERS * pipeline.stages * load.is_uniform
+    residual = step.examples * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
+    shared = residual * load.group_buffers * pipeline.stages
     return int(held / pipeline.stages + shared)
 
 
-def deferred_bytes(placed: Placed, examples: int) -> float:
-    """Return the bytes of the inputs of deferred weight gradients on the busiest stage."""
+def deferred_bytes(placed: Placed, examples: int) -> tuple[float, float]:
+    """Return the bytes of the inputs of deferred weight gradients: of all slots of the busiest stage, and of a slot."""
     pipeline = placed.strategy.pipeline
     assert pipeline is not None
-    return _deferred_inputs(placed, examples) * stage_load(pipeline).deferred / pipeline.stages
+    load = stage_load(pipeline)
+    slots = _deferred_inputs(placed, examples) * load.deferred / pipeline.stages
+    return slots, slots * load.chunk / load.deferred if load.deferred else 0.0
 
 
 def _deferred_inputs(placed: Placed, examples: int) -> float:
@@ -255,8 +256,8 @@ class StageLoad:
     """Fraction of a stage's layers in a chunk."""
     together: float
     """Fraction of the forward passes that share a tick slot with a backward pass."""
-    is_uniform: bool
-    """Whether all stages run the same ops in a tick."""
+    group_buffers: int
+    """Number of groups with embeddings, outputs or gradients of these, if the stages share embedding and head."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -279,9 +280,11 @@ def stage_load(pipeline: Pipeline) -> StageLoad:
     )
     deferred = (done[:, :, B] - done_before[:, :, W]).max() if is_deferred.any() else 0
     together = (has_op[..., F] & has_op[..., B]).sum() / has_op[..., F].sum()
-    is_uniform = uniform(schedule) is not None
-    saved = int(schedule.peak_activations.max()) + is_uniform  # and a scratch slot
-    return StageLoad(saved * chunk, float(deferred * chunk), schedule.copies, chunk, float(together), is_uniform)
+    segments = uniform(schedule)
+    saved = int(schedule.peak_activations.max()) + (segments is not None)  # and a scratch slot
+    # Each group has a slot for the gradients of outputs, too.
+    buffers = 0 if segments is None else segments.ahead + segments.behind + segments.held + 1
+    return StageLoad(saved * chunk, float(deferred * chunk), schedule.copies, chunk, float(together), buffers)
 
 
 def _saved(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[float, Activation]]:

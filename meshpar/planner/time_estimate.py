@@ -91,6 +91,8 @@ class ScheduleTiming:
     """Number of collective-permutes that send weights to their stages. The same number returns the gradients."""
     visits: int
     """Number of forward passes of a chunk that a stage computes per step; the same number of backward passes."""
+    exchanges: int
+    """Number of all-gathers and all-to-alls of a group's activations, in uniform schedules."""
     is_uniform: bool
     """Whether all stages run the same ops in a tick."""
 
@@ -142,9 +144,15 @@ def schedule_timing(pipeline: Pipeline, recomputed: float, head: float, num_laye
         hops += (count - simulated) * (sum((*more.up, *more.down)) - hops) // stages
         ticks += (count - simulated) * (longer.ticks - ticks) // stages
     stretch = float(span / (count * (costs.sum() + head)))  # a NumPy scalar would spread to all times
-    is_uniform = uniform(table) is not None
+    segments = uniform(table)
+    is_uniform = segments is not None
+    # Outputs and embeddings of a group, and the gradients of both.
+    exchanges = (
+        0 if segments is None else 2 * (count // stages + min(segments.ahead, segments.groups) + count // stages)
+    )
     return ScheduleTiming(
         stretch, ticks, hops, stages=stages, chunks=table.chunks, rounds=lanes.rounds, is_uniform=is_uniform,
+        exchanges=exchanges,
         visits=int(hops) // 2 if is_uniform else count * table.chunks,
     )  # fmt: skip
 
@@ -232,10 +240,20 @@ class Clock:
         # matmuls of a backward pass in the same tick slot.
         independent = 1.0 if step.batch_slices > 1 else 0.0 if pipeline is None else stage_load(pipeline).together
         key = step.microbatches, step.batch_slices, step.recomputes, "sent"
+        timing, work, ran, is_uniform = None, placed.workload, 1.0, False
+        if pipeline is not None:
+            recomputed = round(3 * work.flops[step.remat] / work.model_flops - 3, 1)
+            timing = schedule_timing(pipeline, recomputed, round(work.head_share, 2), work.num_layers)
+            is_uniform = timing.is_uniform
+            ran = timing.visits / (pipeline.microbatches * timing.chunks)  # stages without a microbatch send, too
         for expected, fraction in placed.once(key, lambda: [*placed.sent(step)]):
             in_layers = not layers.keys().isdisjoint(expected.tensors)
+            fraction = fraction * ran if in_layers and not expected.is_param else fraction
             for kind, axes, nbytes, count in _messages(step, expected):
                 is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.layers_ahead)
+                if pipeline is not None and is_uniform and expected.role == GRADIENTS and not in_layers:
+                    # All stages compute gradients of the embedding and the head.
+                    kind, axes = "all-reduce", step.ordered({*axes, pipeline.axis})
                 time_s = send(kind, axes, nbytes, fraction * count, stacked if is_combined else 1)
                 hidden["*".join(axes)] += time_s * _hidden(step, expected, independent=independent * in_layers)
                 # XLA:CPU transposes the result of a gather, unless the gather is along the first dim.
@@ -247,9 +265,7 @@ class Clock:
         compute_s = self.floor_s(placed.workload, step.remat, 2 * matmul_size(step) ** 3)
         stretch, copied = 1.0, 0.0
         if pipeline is not None:
-            work = placed.workload
-            recomputed = round(3 * work.flops[step.remat] / work.model_flops - 3, 1)
-            timing = schedule_timing(pipeline, recomputed, round(work.head_share, 2), work.num_layers)
+            assert timing is not None
             stretch = 1.0 if self.cluster.is_shared else timing.stretch
             copied = timing.moved_bytes(memory.copies_bytes, memory.gradients_bytes)
             if self.cluster.is_shared:  # XLA:CPU copies what a stage holds in each tick
@@ -257,7 +273,7 @@ class Clock:
                 copied = STEP.shared_copy_time * timing.ticks * held
             elif not timing.is_uniform:
                 copied += pipeline.microbatches * STEP.copied_sums * memory.gradients_bytes
-                copied += 2 * timing.visits * deferred_bytes(placed, step.examples)
+                copied += 2 * timing.visits * sum(deferred_bytes(placed, step.examples))
             for count, nbytes in self._between_stages(placed, step, timing):
                 send("collective-permute", (pipeline.axis,), nbytes, count)
         moved = self._moved_bytes(placed, step, memory) + copied
@@ -316,20 +332,21 @@ class Clock:
         block_bytes = STEP.block_bytes if num_local == 1 else STEP.block_bytes_of_several
         return block_bytes * expert_size * blocks + routed_bytes(placed, capacity)
 
-    def _between_stages(self, placed: Placed, step: Execution, timing: ScheduleTiming) -> Iterator[tuple[int, float]]:
+    def _between_stages(self, placed: Placed, step: Execution, timing: ScheduleTiming) -> Iterator[tuple[float, float]]:
         """Yield the messages over the stages as (number, bytes).
 
         These are the activations of microbatches; gradients of embedding and head, which are replicated over stages;
         and weights of chunks that the schedule places on other stages, with their gradients.
         """
-        yield timing.hops, step.examples * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
+        activations = step.examples * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
+        yield timing.hops + timing.exchanges * (timing.stages - 1), activations
         rounds = math.ceil(math.log2(timing.stages))
         for weight in placed.weights:
             decision = weight.decision
             size = decision.leaf.size // decision.shards
             grad_itemsize = step.reduce_dtype(decision).itemsize if decision.leaf.is_trained else 0
             if decision.leaf.num_layers == 1:
-                yield rounds, size * grad_itemsize
+                yield rounds * (not timing.is_uniform), size * grad_itemsize
             elif timing.rounds:
                 yield timing.rounds, size / timing.chunks * (step.compute_dtype(decision).itemsize + grad_itemsize)
 

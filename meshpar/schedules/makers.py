@@ -82,7 +82,7 @@ def interleaved_1f1b(
       stage 0  F0.0 F1.0 F0.1 F1.1 ·    ·    B0.1 W0.1 ·    B1.1 W1.1 B0.0 W0.0 B1.0 W1.0
       stage 1  ·    F0.0 F1.0 F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 B0.0 W0.0 B1.0 W1.0 ·    ·
     """
-    _check("interleaved-1f1b", stages, microbatches, chunks)
+    _check("interleaved-1f1b", stages, microbatches, chunks, spread_head=spread_head, split_backward=split_backward)
     if spread_head or split_backward:
         return _eager("interleaved-1f1b", stages, microbatches, chunks, spread_head, split_backward)
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages))
@@ -122,7 +122,7 @@ def eager_1f1b(
       stage 0  F0 F1 ·      B0W0 B1W1
       stage 1  ·  F0 F1B0W0 B1W1 ·
     """
-    _check("eager-1f1b", stages, microbatches, chunks)
+    _check("eager-1f1b", stages, microbatches, chunks, spread_head=spread_head, split_backward=split_backward)
     return _eager("eager-1f1b", stages, microbatches, chunks, spread_head, split_backward)
 
 
@@ -314,10 +314,6 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
     if name not in SCHEDULES:
         raise problem(where, "create it", "no schedule has this name", near(str(name), SCHEDULES), code="unknown-name")
     choices = SCHEDULES[name].__kwdefaults__ or {}
-    for name_of in ("spread_head", "split_backward"):
-        if not isinstance(options.get(name_of, False), bool):
-            requested, reason = f"set {name_of}={options[name_of]!r}", "it must be True or False"
-            raise problem(where, requested, reason, f"write {name_of}=True", code="wrong-type")
     if unknown := sorted(set(options) - set(choices)):
         reason = f"its options are {', '.join(choices)}" if choices else "it has no options"
         raise problem(where, f"set `{unknown[0]}`", reason, f"remove `{unknown[0]}`", code="unknown-name")
@@ -328,8 +324,12 @@ MAX_SLOTS = 10**6
 """Maximum number of tick slots of a table. Larger tables take minutes to compute and gigabytes of memory."""
 
 
-def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+def _check(name: str, stages: int, microbatches: int, chunks: int = 1, **switches: bool) -> None:
     where = f"schedule `{name}`"
+    for switch, value in switches.items():
+        if not isinstance(value, bool):
+            requested, reason = f"set {switch}={value!r}", "it must be True or False"
+            raise problem(where, requested, reason, f"write {switch}=True", code="wrong-type")
     check_positive_int(where, "a size of the schedule", stages=stages, microbatches=microbatches, chunks=chunks)
     if (size := stages * (stages + microbatches) * chunks) > MAX_SLOTS:
         requested = f"run {microbatches} microbatches on {stages} stages with {chunks} chunks each"

@@ -16,8 +16,8 @@ import meshpar as mp
 from meshpar.layers.precision import Precision, numerics
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
+from meshpar.pipeline.jaxpr_slicing import arrays, run_interleaved
 from meshpar.pipeline.jaxpr_slicing import run as run_steps
-from meshpar.pipeline.jaxpr_slicing import run_interleaved
 from tests.grid import cases
 
 
@@ -126,9 +126,36 @@ def partly_unused(params, x):
     return x @ params["up"][1]
 
 
+def loop_without_steps(params, x):
+    h, rows = jax.lax.scan(lambda h, row: (h * row, h), x, jnp.zeros((0, x.shape[-1])))
+    return unrolled(params, h + rows.sum(0))
+
+
+def loop_of_known_length(params, x):
+    """Unrolled, in reverse, with an output per layer. The casts of weights do not depend on the microbatch."""
+
+    def step(h, layer):
+        layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float16).astype(leaf.dtype), layer)
+        return block(layer, h), jnp.sin(h)
+
+    h, rows = jax.lax.scan(step, x, params, reverse=True, unroll=True)
+    return h + rows.sum(0) * rows[0]
+
+
+def shared_rows(params, x):
+    """An unrolled loop whose layers save values that depend only on parameters."""
+    half = jnp.bfloat16
+
+    def step(h, layer):
+        return h + block(jax.tree.map(lambda leaf: leaf.astype(half), layer), h.astype(half)), None
+
+    return jax.lax.scan(step, x, params, unroll=True)[0]
+
+
 FUNCTIONS = [
     unrolled, scanned, checkpointed, saved_dots, jitted, with_outputs, tied, nested, two_carried, lower_precision,
-    custom, branching, looping, closed_over, partly_unused,
+    custom, branching, looping, closed_over, partly_unused, loop_without_steps, loop_of_known_length,
+    shared_rows,
 ]  # fmt: skip
 
 
@@ -200,14 +227,18 @@ def test_split_vjp_has_the_gradients_of_jax_vjp(fn):
 
     expected = compiled(functools.partial(plain, fn), LAYERS, X)
     # XLA fuses the same ops differently, so results differ by rounding of float32 or bfloat16.
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance = (
+        {"rtol": 2e-2, "atol": 2e-2}
+        if fn in (lower_precision, shared_rows, loop_of_known_length)
+        else {"rtol": 1e-5, "atol": 1e-5}
+    )
     for found in compiled(both, LAYERS, X):
         assert_same(found, expected, **tolerance)
 
 
 def at_once(split, shared, saved, dy):
     """Run B and W together, and return the gradients of x and of the parameters."""
-    return run_steps(split.at_once_steps(shared, saved, dy))
+    return arrays(run_steps(split.at_once_steps(shared, saved, dy)))
 
 
 def scans(fn, *args) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from meshpar.pipeline.traffic import executed, traffic
 from meshpar.pipeline.uniform_executor import UniformPlan
-from meshpar.schedules import SCHEDULES, make
+from meshpar.schedules import SCHEDULES, interleaved_1f1b, make
 from meshpar.schedules.ops import B, F
 from meshpar.schedules.uniform import received, uniform
 from tests.errors import raises
@@ -128,6 +128,12 @@ def test_counts_of_a_uniform_schedule():
     assert counts.first_stages == counts.last_stages == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("name", "rounds"), [("eager-1f1b", 0), ("interleaved-1f1b", 2), ("dualpipe", 1)])
+def test_rounds_send_chunks(name, rounds):
+    """A round in which all chunks stay on their stage has no permute."""
+    assert traffic(make(name, 4, 8)).rounds == rounds
+
+
 def test_stages_without_an_op_use_scratch_slots():
     plan = UniformPlan.of(make("eager-1f1b", 4, 8, spread_head=True))
     idle = plan.columns.runs[..., F] == 0
@@ -140,3 +146,5 @@ def test_stages_without_an_op_use_scratch_slots():
 def test_spread_head_must_be_true_or_false():
     with raises("wrong-type", "schedule `eager-1f1b`"):
         make("eager-1f1b", 2, 4, spread_head=2)
+    with raises("wrong-type", "schedule `interleaved-1f1b`"):
+        interleaved_1f1b(2, 4, spread_head=None)

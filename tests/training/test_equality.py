@@ -125,6 +125,12 @@ GRID = {
     "1f1b, zero1": ("stage=2,fsdp=4", staged(2, 2, "zero1()"), {"fields": LAYERS}),
     "1f1b, sequence": ("stage=2,tensor=2", staged(2, 4, "tensor_parallel(sequence=True)"), {}),
     "zb-h1, sequence": ("stage=2,tensor=2", staged(2, 4, "tensor_parallel(sequence=True)", schedule="zb-h1"), {}),
+    "interleaved, ring": (
+        "stage=2,context=2", staged(2, 4, "context_parallel()", schedule="interleaved-1f1b"), {"fields": LAYERS},
+    ),
+    "eager, split backward": (
+        "stage=2,fsdp=2,tensor=2", staged(2, 4, FSDP_TENSOR, schedule="eager-1f1b", split_backward=True), {},
+    ),
     "1f1b, heads": ("stage=2,context=2", staged(2, 4, "context_parallel(kind='all-to-all')"), {}),
     "zb-v, fsdp, sequence": (
         "stage=2,fsdp=2,tensor=2", staged(2, 4, FSDP_TENSOR, schedule="zb-v"), {"fields": {"num_layers": 4}},
