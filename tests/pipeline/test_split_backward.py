@@ -227,11 +227,8 @@ def test_split_vjp_has_the_gradients_of_jax_vjp(fn):
 
     expected = compiled(functools.partial(plain, fn), LAYERS, X)
     # XLA fuses the same ops differently, so results differ by rounding of float32 or bfloat16.
-    tolerance = (
-        {"rtol": 2e-2, "atol": 2e-2}
-        if fn in (lower_precision, shared_rows, loop_of_known_length)
-        else {"rtol": 1e-5, "atol": 1e-5}
-    )
+    is_rounded = fn in (lower_precision, shared_rows, loop_of_known_length)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if is_rounded else {"rtol": 1e-5, "atol": 1e-5}
     for found in compiled(both, LAYERS, X):
         assert_same(found, expected, **tolerance)
 
