@@ -129,13 +129,15 @@ class _Staged:
             layers_per_chunk = layers * self.schedule.stages // self.schedule.num_parts
             runs = int(count.ops[stage, W] * layers_per_chunk if is_layer else uses)
             slices = execution.batch_slices if is_layer else 1
+            # XLA may reduce once after a loop over groups, whose events add these gradients.
+            may_defer = not is_layer and uniform(self.schedule) is not None
             yield ExpectedCollective(
                 role="gradients with sequence parallelism",
                 kind="sum",
                 axes=axes,
                 elements=decision.leaf.size // layers // execution.num_shards(model_axes),
                 dtype=execution.wire(execution.reduce_dtype(decision)),
-                count=(runs, slices * runs),
+                count=(min(runs, 1) if may_defer else runs, slices * runs),
                 tensors=(path,),
             )
 
