@@ -395,7 +395,7 @@ def _stages(report: StepData) -> Section | None:
             "copies": work.copies_s, "slices": work.slices_s, "gradient sums": work.sums_s,
             "saved activations": work.saved_s, "converts": work.converts_s,
         }  # fmt: skip
-        text = ", ".join(f"{name} {human_time(time_s)}" for name, time_s in terms.items() if time_s)
+        text = ", ".join(f"{name} {human_time(time_s)}" for name, time_s in terms.items() if time_s >= 1e-6)
         numbers["pipeline executor"] = f"{text or 'nothing'}: {work.share:.1%} of the matmuls"
     numbers["peak number of saved chunk activations per stage"] = ", ".join(map(str, stages.peak_activations))
     numbers["messages between stages"] = f"{stages.messages:,} of {human_bytes(stages.message_bytes)} per device"
