@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -93,7 +94,7 @@ class StageTotals(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class StageProgram:
+class StageProgram(abc.ABC):
     """The functions of a stage in the per-device view, inside a `shard_map` that is manual over `axis`."""
 
     schedule: Schedule
@@ -116,12 +117,12 @@ class StageProgram:
     extra: PyTree = ()
     """Variables of the model other than parameters."""
 
+    @abc.abstractmethod
     def __call__(self, columns: Any) -> StageTotals:
         """Run the ticks of this stage, and return its sums over all microbatches.
 
         `columns` is the schedule of the stage, with leaves `[tick, ...]`.
         """
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         self.num_chunks, self.trained = self.schedule.chunks, self.functions.of_trained

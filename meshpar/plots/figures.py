@@ -104,10 +104,10 @@ _TIMELINE_INCHES = 8.6
 
 @styled
 def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
-    """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
+    """Plot the simulated timeline of a layer: kernels, collectives, and exposed communication.
 
-    The plot shows one iteration of an innermost loop with communication. Among several such loops, it shows the one
-    with the longest time per step. A program without loops is drawn completely.
+    The plot shows an iteration of the innermost loop with communication that has the longest time per step. A program
+    without loops is drawn completely.
     """
     sending = {loop.name for loop in timeline.loops if any(op.stream == "communication" for op in loop.ops)}
     loops = [loop for loop in timeline.loops if loop.name in sending and sending.isdisjoint(op.name for op in loop.ops)]
@@ -128,7 +128,7 @@ def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
         if op.stream == "communication":
             bar(axes, 1, start, end, colors[op.label])
             inches = (end - start) / length * _TIMELINE_INCHES
-            if inches >= 0.12:  # vertical text if there is no space for horizontal text
+            if inches >= 0.12:  # vertical text needs less space
                 turn, center = 0 if _fits(op.kind, inches) else 90, (start + end) / 2
                 axes.text(center, 1, op.kind, ha="center", va="center", rotation=turn, color="white", fontsize=7)
         else:
@@ -219,7 +219,7 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
 
 @styled
 def memory(reports: Mapping[str, Memory]) -> Figure:
-    """Plot the memory of a device for several programs: a bar per label, divided by contents, and the GPU's limit."""
+    """Plot the memory of a device for multiple programs: a bar per label, divided by contents, and the GPU's limit."""
     if not reports:
         fix = "pass a label and a report.memory for each bar"
         raise problem("plots.memory", "draw reports", "there are none", fix, code="missing-argument")
@@ -330,7 +330,7 @@ def growth(growth_report: Growth) -> Figure:
 
 
 def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
-    """Simulate pipeline schedules and plot them, one below the other, with a row per stage.
+    """Simulate pipeline schedules and plot each in a panel, with a row per stage.
 
     `f`, `b` and `w` are the durations of forward, input-gradient and weight-gradient ops, and `comm` of a message.
     """
@@ -341,7 +341,7 @@ def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.
 def schedule_times(
     lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
-    """Plot simulated or measured timelines of pipeline schedules, one below the other."""
+    """Plot simulated or measured timelines of pipeline schedules, each in a panel."""
     heights = [schedule.stages for schedule, _ in lines]
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
     figure, panels = figure_of(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)

@@ -42,5 +42,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def gpu() -> jax.Device:
     """Return the GPU. Tests that read the kernels of a program have no counterpart on CPU devices."""
     if jax.default_backend() != "gpu":
-        pytest.skip("reads the kernels of a program for GPUs")
+        pytest.skip("reads the names of GPU kernels in a compiled program, which programs for CPUs do not have")
     return jax.devices()[0]

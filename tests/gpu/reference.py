@@ -30,7 +30,7 @@ def size(on_gpu: int, on_cpu: int) -> int:
 def available(kernel: str, substitute: str = "blockwise") -> str:
     """Return the name of a GPU kernel, or its substitute on CPU devices. Skip the test if its package is missing."""
     if kernel == "tokamax" and ON_GPU and importlib.util.find_spec("tokamax") is None:
-        pytest.skip("needs tokamax: `pip install meshpar[cuda13]` with Python 3.12")
+        pytest.skip("tests a kernel of tokamax, which needs `pip install meshpar[cuda13]` with Python 3.12 or newer")
     return kernel if ON_GPU or kernel not in ("cudnn", "tokamax") else substitute
 
 
