@@ -2,9 +2,8 @@
 
     python tests/benchmarks/by_hand.py --steps 3 --out /tmp/by_hand
 
-The decoder, data, batch, mesh (fsdp=4, tensor=2 on 8 host devices), optimizer and number of parameters are those of the
-recipe. The script prints the loss of each step and writes a checkpoint after the last step. It validates nothing, checks
-nothing and does not resume.
+The decoder, data, batch, mesh (fsdp=4, tensor=2 on 8 host devices) and optimizer are those of the recipe. The script
+prints the loss of each step and writes a checkpoint after the last step. It does not validate, check input or resume.
 """
 
 from __future__ import annotations
