@@ -401,9 +401,14 @@ def _conv(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValu
 
 @_rule("scan")
 def _scan(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValue]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-    stacked = operands[num_consts + num_carry :]
+    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+    # Stacked inputs and outputs have an extra leading dim outside the loop. jax versions differ in the scan's params.
+    num_carry, num_before = (
+        sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+        for outside, inside in ((eqn.outvars, body.outvars), (eqn.invars, body.invars))
+    )
+    consts, carry = operands[: num_before - num_carry], operands[num_before - num_carry : num_before]
+    stacked = operands[num_before:]
     length = flow.classes.new(eqn.params["length"])
     for x in stacked:
         flow.classes.unify(length, x.dims[0])
@@ -411,7 +416,7 @@ def _scan(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValu
             flow.scanned.append(x.dims[0])
     slices = [x._replace(dims=x.dims[1:]) for x in stacked]
     carry = [DimValue(x.dims, None, x.inputs) for x in carry]
-    out = flow.repeated(eqn.params["length"], eqn.params["jaxpr"].jaxpr, [*consts, *carry, *slices])
+    out = flow.repeated(eqn.params["length"], body, [*consts, *carry, *slices])
     for before, after in zip(carry, out[:num_carry], strict=True):
         flow.unify(before, after)
     return [*out[:num_carry], *(DimValue((length, *x.dims)) for x in out[num_carry:])]
@@ -422,7 +427,8 @@ def _while(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimVal
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = [DimValue(x.dims, None, x.inputs) for x in operands[num_cond + num_body :]]
     consts = operands[num_cond : num_cond + num_body]
-    out = flow.run(eqn.params["body_jaxpr"].jaxpr, [*consts, *carry])
+    body = eqn.params["body_jaxpr"]
+    out = flow.run(getattr(body, "jaxpr", body), [*consts, *carry])
     for before, after in zip(carry, out, strict=True):
         flow.unify(before, after)
     return out
@@ -430,7 +436,8 @@ def _while(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimVal
 
 @_rule("cond")
 def _cond(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValue]:
-    first, *others = (flow.run(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"])
+    branches = (getattr(branch, "jaxpr", branch) for branch in eqn.params["branches"])
+    first, *others = (flow.run(branch, operands[1:]) for branch in branches)
     for other in others:
         for a, b in zip(first, other, strict=True):
             flow.unify(a, b)
