@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float64, Integer
-from scipy import sparse
 
 from meshpar.sharding.errors import problem
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 _CHUNK = 4_000_000
 """Number of pairs to count per step. Bounds the memory usage."""
@@ -127,6 +130,8 @@ def bigram_baseline(
 def _count_pairs(
     before: Integer[np.ndarray, " pairs"], after: Integer[np.ndarray, " pairs"], vocab_size: int
 ) -> sparse.csr_array:
+    from scipy import sparse  # takes 0.2 s to import, and is needed only after training
+
     counts = sparse.csr_array((vocab_size, vocab_size), dtype=np.int64)
     for start in range(0, len(before), _CHUNK):
         pairs = before[start : start + _CHUNK], after[start : start + _CHUNK]

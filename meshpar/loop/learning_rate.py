@@ -28,8 +28,10 @@ class LearningRate(Hook):
         self._num_skipped, self._rate = 0, 0.0
 
     def on_start(self, run: Run) -> None:
-        # All rates at once, because the device of a computation during the run may be busy with a step.
-        self._rates = np.asarray(jax.vmap(lambda count: jnp.asarray(self._schedule(count)))(jnp.arange(run.steps)))
+        # All rates at once, because the device of a computation during the run may be busy with a step. jit makes this
+        # a single program: otherwise each operation is compiled.
+        rates = jax.jit(jax.vmap(lambda count: jnp.asarray(self._schedule(count))))
+        self._rates = np.asarray(rates(np.arange(run.steps, dtype=np.int32)))
         self._num_skipped = run.skipped
 
     def on_record(self, run: Run, record: Record) -> None:

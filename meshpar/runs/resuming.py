@@ -60,7 +60,8 @@ class StepProgram:
         self.recipe, self.setup, self.batches, self.step = recipe, setup, batches, build_step(recipe)
         options = self.step.compile_options(setup)
         words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-        digest = fingerprint(self.step.lower(setup.abstract, batches.spec), options)
+        self.lowered = self.step.lower(setup.abstract, batches.spec)
+        digest = fingerprint(self.lowered, options)
         self._text = f"program {digest}" + f" with {words}" * bool(words)
         self.kernels = self.step.kernels(setup.abstract, batches.spec)
         """Implementations that "auto" chose or the model names, by operation."""

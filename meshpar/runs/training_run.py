@@ -51,6 +51,7 @@ from meshpar.loop.progress_bar import ProgressBar
 from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog
 from meshpar.pod.coordination import check_shared, this_pod
+from meshpar.runs.background_compilation import BackgroundCompilation
 from meshpar.runs.compile_cache import cache_location, keeping_programs
 from meshpar.runs.folder import RunFolder, run_folder
 from meshpar.runs.lock import lock_run_folder
@@ -232,8 +233,8 @@ class TrainingRun:
         if pod is not None:
             pod.agree("recipe", self.recipe.to_json(), fix="start all processes with the same command and recipe file")
         mesh, self._profile = self.recipe.mesh.build(devices), profile
-        platform, option = mesh.devices.flat[0].platform, self._compile_cache
-        programs = cache_location(option, platform=platform, folder=self.folder, warn=self.screen.print)
+        self._platform, option = mesh.devices.flat[0].platform, self._compile_cache
+        programs = cache_location(option, platform=self._platform, folder=self.folder, warn=self.screen.print)
         if self.recipe.pgle:
             check_pgle(mesh, profile, keeps_programs=programs is not None)
         with self.screen.progress("reading the data"), watchdog.busy(watchdog.READS):
@@ -263,6 +264,7 @@ class TrainingRun:
             self.screen.fields("meshpar train", self._description() | kept | tuned)
             checkpoints = Checkpoints(self.folder.checkpoints, keep=recipe.keep_checkpoints)
             self.checkpoints = stack.enter_context(checkpoints)
+            self._compilation = self._compile_in_background()
             yield
 
     def resume(self) -> TrainState:
@@ -272,8 +274,12 @@ class TrainingRun:
                 keep_source_files(self._from_hf, self.folder.local)  # records the weights, for the check on resume
             source = self._from_hf
 
-
             def init(setup: Setup, key: int) -> TrainState:
+                # On accelerators, XLA measures kernels while it compiles, so nothing else may run there.
+                if self._compilation is not None and self._platform != "cpu":
+                    if source is None:
+                        setup.lower_init().compile()  # `setup.init` uses this program
+                    self._compilation.wait()
                 return setup.init(key) if source is None else load_hf(source, setup, key=key)
 
             state = restore_or_init(self.checkpoints, self.setup, key=self.recipe.seed, batches=self.batches, init=init)
@@ -290,15 +296,13 @@ class TrainingRun:
         self.goodput = Goodput(
             self.folder / "goodput.json", metrics=self.folder / "metrics.jsonl", began_s=self._start_time_s
         )
-        hooks = [*self._hooks(), *hooks]
+        hooks = [*self._hooks(), *([] if self._compilation is None else [self._compilation]), *hooks]
         step: Step = self.program.step
         if self._profile is not None:
             first, last = self._profile
             about = {"program": str(self.program)}
             profile = Profile(self.folder / "profile", first=first, last=last, about=about)
-            mesh = self.setup.mesh
-            assert isinstance(mesh, jax.sharding.Mesh)
-            step = profile.step(step, profiled_step(self.program.step, mesh.devices.flat[0].platform))
+            step = profile.step(step, profiled_step(self.program.step, self._platform))
             hooks.append(profile)
         options = _fit_options(self.recipe, self.batches, self.setup)
         return fit(step, state, self.batches, hooks=hooks, **options)
@@ -309,6 +313,16 @@ class TrainingRun:
         return report(
             self.recipe, result, self.source, self.folder, self.screen, steps_taken=steps_taken, goodput=self.goodput
         )
+
+    def _compile_in_background(self) -> BackgroundCompilation | None:
+        """Start to compile the training step, or return None if the first step compiles it, or if none is left.
+
+        The processes of a pod share XLA's measurements of kernels, and compile their programs in the same order.
+        """
+        is_done = max(self.checkpoints.steps(), default=0) >= self.recipe.steps
+        if is_done or self.recipe.pgle or jax.process_count() > 1:
+            return None
+        return BackgroundCompilation(self.program.lowered)
 
     def _hooks(self) -> list[Hook]:
         recipe, folder, source, screen, goodput = self.recipe, self.folder, self.source, self.screen, self.goodput
