@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from meshpar.sharding.host_resources import check_local, unexpected, user_line
 if TYPE_CHECKING:
     from meshpar.runs.recipe import Recipe
 
+STARTED_S = time.perf_counter()
+"""Time at which this module was imported, by `time.perf_counter`."""
 HOST_DEVICES = 8
 """Default number of XLA host devices on a machine without an accelerator."""
 MAX_HOST_DEVICES = 1024

@@ -9,17 +9,17 @@ from typing import Any
 
 import click
 
-from meshpar.cli.main import devices_option, prepare_devices, print_json, recipe_options, select_devices
+from meshpar.cli.main import STARTED_S, devices_option, prepare_devices, print_json, recipe_options, select_devices
 from meshpar.pod import signals
 from meshpar.sharding.errors import problem
 
 COMPARED_LATER = (
     "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
-    "as_json",
+    "as_json", "timings",
 )  # fmt: skip
 """Options of `train` that are not compared when processes join.
 
-All except `as_json` set fields of the recipe, which is compared later. `as_json` may differ.
+All set fields of the recipe, which is compared later, except `as_json` and `timings`, which may differ.
 """
 
 
@@ -82,6 +82,9 @@ All except `as_json` set fields of the recipe, which is compared later. `as_json
     "--profile", metavar="FIRST:LAST",
     help="Write an XProf trace of these steps, as in 10:15, to profile/ of the run. Read it with `meshpar trace`.",
 )  # fmt: skip
+@click.option(
+    "--timings", is_flag=True, help="Print the time of each phase, from the imports to the end of the first step."
+)
 def train(
     *, devices: int | None, stall_limit: float, join_limit: int | None, processes: int | None, restarts: int,
     **settings: Any,
@@ -121,9 +124,15 @@ def _train(
     steps: int | None, name: str | None, out: str, fresh: bool, accept_changes: bool,
     compile_cache: str | None, tuned: str | None, text: tuple[str, ...],
     tokenizer: str | None, from_hf: str | None, writers: tuple[str, ...], profile: str | None,
+    timings: bool,
 ) -> None:  # fmt: skip
+    from meshpar.runs.start_timings import Phases
+
+    phases = Phases(STARTED_S)
+    phases.end("imports")
     prepare_devices(device_count)
     devices = select_devices(device_count)
+    phases.end("devices")
     import jax
 
     from meshpar.data import TextData
@@ -132,6 +141,7 @@ def _train(
     from meshpar.runs.recipe_sources import check_left_to_folder, with_plan
     from meshpar.runs.training_run import run
 
+    phases.end("imports")
     profiled_steps = None if profile is None else parse_steps(profile)
     config = load_recipe(recipe, devices=len(devices))
     shortcuts = {"steps": steps, "name": name, "writers": ",".join(writers) or None}
@@ -149,6 +159,7 @@ def _train(
             raise problem(option, "train on your text", reason, fix, code="conflict")
         replaced: Any = {"files": tuple(text), "sources": {}} if text else {}
         config = config.replace(data=dataclasses.replace(data, tokenizer=tokenizer or data.tokenizer, **replaced))
+    phases.end("recipe")
     sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
     outcome = run(
         config,
@@ -162,6 +173,7 @@ def _train(
         accept_changes=accept_changes,
         compile_cache=compile_cache,
         tuned=tuned,
+        timings=timings and phases,
     )
     if as_json and jax.process_index() == 0:
         print_json({"folder": str(outcome.folder), **outcome.summary})

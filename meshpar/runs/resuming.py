@@ -21,6 +21,7 @@ from meshpar.runs.optimizers import AdamW, Optax
 from meshpar.runs.plain import json_finite, to_plain
 from meshpar.runs.recipe import Recipe, build_setup, build_step
 from meshpar.runs.screen import Screen
+from meshpar.runs.start_timings import Phases
 from meshpar.sharding.host_resources import read_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.errors import is_int, problem
@@ -56,15 +57,19 @@ class StepProgram:
     `str` returns the fingerprint followed by the compile options, as in `meshpar explain`.
     """
 
-    def __init__(self, recipe: Recipe, setup: Setup, batches: Batches) -> None:
+    def __init__(self, recipe: Recipe, setup: Setup, batches: Batches, *, phases: Phases | None = None) -> None:
         self.recipe, self.setup, self.batches, self.step = recipe, setup, batches, build_step(recipe)
         options = self.step.compile_options(setup)
         words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-        self.lowered = self.step.lower(setup.abstract, batches.spec)
+        phases = phases or Phases()
+        traced = self.step.trace(setup.abstract, batches.spec)
+        phases.end("trace")
+        self.lowered = traced.lower()
         digest = fingerprint(self.lowered, options)
         self._text = f"program {digest}" + f" with {words}" * bool(words)
         self.kernels = self.step.kernels(setup.abstract, batches.spec)
         """Implementations that "auto" chose or the model names, by operation."""
+        phases.end("lower")
 
     def __str__(self) -> str:
         return self._text

@@ -64,6 +64,7 @@ from meshpar.runs.report import data_line, report
 from meshpar.runs.resuming import StepProgram, check_same_run, with_schedule
 from meshpar.runs.saved_run import RUN_MODE, SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.runs.screen import Screen
+from meshpar.runs.start_timings import Phases, StartTimings
 from meshpar.runs.tuned import Tuned
 from meshpar.sharding import remote
 from meshpar.sharding.host_resources import is_url, replace_file
@@ -105,6 +106,7 @@ def run(
     accept_changes: bool = False,
     compile_cache: str | Path | None = None,
     tuned: str | Path | None = None,
+    timings: bool | Phases = False,
     stream: IO[str] | None = None,
 ) -> RunOutcome:
     """Train a recipe, or resume its run, as `meshpar train` does, and report the result.
@@ -127,6 +129,7 @@ def run(
         the folder in `jax_compilation_cache_dir` has precedence.
       tuned: file of `meshpar tune --save`, whose options the run uses. It is refused for a different program, for
         different devices, and for different versions of jax and meshpar.
+      timings: print the time of each phase until the end of the first step. `Phases` has the phases before the call.
       stream: receives progress and report; by default standard output.
 
     Raises:
@@ -136,9 +139,13 @@ def run(
       >>> outcome = mp.run(recipe.override("steps=100"), out="runs")  # doctest: +SKIP
       >>> outcome.summary["validation"]["loss"]  # doctest: +SKIP
     """
-    _check_arguments(recipe, hooks, profile, compile_cache, stream, fresh=fresh, fit_vocab=fit_vocab, accept_changes=accept_changes)
+    flags = {"fresh": fresh, "fit_vocab": fit_vocab, "accept_changes": accept_changes}
+    flags |= {} if isinstance(timings, Phases) else {"timings": timings}
+    _check_arguments(recipe, hooks, profile, compile_cache, stream, **flags)
+    phases = timings if isinstance(timings, Phases) else Phases()
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=None if devices is None else len(devices))
+        phases.end("recipe")
     check_writers(recipe.writers)
     screen = Screen(stream or sys.stdout)
     if is_url(out):
@@ -148,9 +155,11 @@ def run(
         course = TrainingRun(
             recipe, folder, screen,
             fresh=fresh, from_hf=from_hf, accept_changes=accept_changes, compile_cache=compile_cache, tuned=tuned,
+            phases=phases,
         )  # fmt: skip
         with course.prepare(devices, fit_vocab=fit_vocab, profile=profile):
-            result = course.fit(course.resume(), hooks)
+            timed = [StartTimings(phases, screen, course.compilation)] if timings else []
+            result = course.fit(course.resume(), [*timed, *hooks])
         summary = course.report(result)
     return RunOutcome(folder=folder.path, reason=result.reason, summary=summary, state=result.state)
 
@@ -189,11 +198,13 @@ class TrainingRun:
       recipe: the recipe. `prepare` adds the values that depend on the data and on an earlier run.
       folder: the run folder.
       setup, source, program, checkpoints: set by `prepare`.
+      compilation: compilation of the step in a thread, set by `prepare`; None if the first step compiles it.
     """
 
     setup: Setup
     program: StepProgram
     checkpoints: Checkpoints
+    compilation: BackgroundCompilation | None
 
     def __init__(
         self,
@@ -206,6 +217,7 @@ class TrainingRun:
         accept_changes: bool = False,
         compile_cache: str | Path | None = None,
         tuned: str | Path | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Check the initial weights, before anything is written: a run that has started must have started from them."""
         self.recipe = recipe if from_hf is None else with_hf(recipe, from_hf)
@@ -213,7 +225,7 @@ class TrainingRun:
         self._fresh, self._from_hf, self._accept_changes = fresh, from_hf, accept_changes
         self._compile_cache = compile_cache
         self._tuned = None if tuned is None else Tuned.load(tuned)
-        self._start_time_s = time.time()
+        self._phases, self._start_time_s = phases or Phases(), time.time()
         if from_hf is not None:
             if fresh or not Checkpoints(folder.checkpoints).steps():
                 check_weights(from_hf)
@@ -237,21 +249,25 @@ class TrainingRun:
         programs = cache_location(option, platform=self._platform, folder=self.folder, warn=self.screen.print)
         if self.recipe.pgle:
             check_pgle(mesh, profile, keeps_programs=programs is not None)
+        self._phases.end("mesh")
         with self.screen.progress("reading the data"), watchdog.busy(watchdog.READS):
             self.source = open_data(self.recipe)
         recipe = with_vocab(self.recipe, self.source, fit_vocab, self._from_hf)
         check_ids(recipe, self.source)
         _check_sample(recipe, self.source)
+        self._phases.end("data")
         recipe = recipe if self._tuned is None else self._tuned.apply(recipe, mesh)
         self.recipe = recipe = recipe if self._fresh else with_schedule(recipe, self.folder, self.screen)
         self.setup = setup = build_setup(recipe, mesh)
+        self._phases.end("shardings")
         with contextlib.ExitStack() as stack:
             stack.enter_context(keeping_programs(programs, is_profiled=profile is not None))
             self.batches = stack.enter_context(self.source.train(setup.batch_sharding))
+            self._phases.end("data")
             if recipe.pgle:
                 stack.enter_context(pgle_enabled())
             with self.screen.progress("tracing and lowering the training step"):
-                self.program = StepProgram(recipe, setup, self.batches)
+                self.program = StepProgram(recipe, setup, self.batches, phases=self._phases)
             if pod is not None:  # before a device waits for the other devices
                 order, fingerprint = self.batches.get_state(), self.source.fingerprint
                 data = {**self.source.describe(), "order": order, "fingerprint": fingerprint}
@@ -264,7 +280,8 @@ class TrainingRun:
             self.screen.fields("meshpar train", self._description() | kept | tuned)
             checkpoints = Checkpoints(self.folder.checkpoints, keep=recipe.keep_checkpoints)
             self.checkpoints = stack.enter_context(checkpoints)
-            self._compilation = self._compile_in_background()
+            self.compilation = self._compile_in_background()
+            self._phases.end("run folder")
             yield
 
     def resume(self) -> TrainState:
@@ -276,15 +293,16 @@ class TrainingRun:
 
             def init(setup: Setup, key: int) -> TrainState:
                 # On accelerators, XLA measures kernels while it compiles, so nothing else may run there.
-                if self._compilation is not None and self._platform != "cpu":
+                if self.compilation is not None and self._platform != "cpu":
                     if source is None:
                         setup.lower_init().compile()  # `setup.init` uses this program
-                    self._compilation.wait()
+                    self.compilation.wait()
                 return setup.init(key) if source is None else load_hf(source, setup, key=key)
 
             state = restore_or_init(self.checkpoints, self.setup, key=self.recipe.seed, batches=self.batches, init=init)
             self.folder.upload()  # from here on, checkpoints depend on these files
         self._first_step = int(state.step)
+        self._phases.end("init" if self._first_step == 0 else "restore")
         self.screen.print(_start_line(self._first_step, self.recipe.steps, self.folder))
         self.screen.print(str(self.program))
         for operation, choice in self.program.kernels.items():
@@ -296,7 +314,7 @@ class TrainingRun:
         self.goodput = Goodput(
             self.folder / "goodput.json", metrics=self.folder / "metrics.jsonl", began_s=self._start_time_s
         )
-        hooks = [*self._hooks(), *([] if self._compilation is None else [self._compilation]), *hooks]
+        hooks = [*self._hooks(), *([] if self.compilation is None else [self.compilation]), *hooks]
         step: Step = self.program.step
         if self._profile is not None:
             first, last = self._profile

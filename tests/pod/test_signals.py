@@ -80,7 +80,7 @@ NOTHING_TO_SAVE = {
     "reading the recipe": [["meshpar.runs.recipe:load_recipe", 1]],
     "reading the data": [["meshpar.data.source:RowSource.__init__", 1]],
     "looking for a checkpoint": [["meshpar.loop.checkpoint:Checkpoints.restore", 1]],
-    "compiling the first step": [["meshpar.loop.fit:Run.advance", 1], COMPILES],
+    "compiling the first step": [["meshpar.runs.background_compilation:BackgroundCompilation.wait", 1]],
 }
 SAVES = {  # moment, and the first and last possible step of the last checkpoint
     "a step": ([["meshpar.loop.fit:Run.advance", 3]], 2, 3),
