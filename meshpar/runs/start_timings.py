@@ -1,4 +1,4 @@
-"""Time of a run until the end of its first step, by phase."""
+"""Duration of each phase of a run, until its first step has finished."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class Phases:
     """Durations of consecutive phases. There are no gaps, so their sum is the elapsed time.
 
     Args:
-      began_s: start of the first phase by `time.perf_counter`; by default now.
+      start_s: start of the first phase by `time.perf_counter`; by default now.
 
     Attributes:
       seconds: duration of each phase, in the order of their first ends. A repeated phase is summed.
     """
 
-    def __init__(self, began_s: float | None = None) -> None:
+    def __init__(self, start_s: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._began_s = time.perf_counter() if began_s is None else began_s
+        self._start_s = time.perf_counter() if start_s is None else start_s
 
     def end(self, phase: str) -> None:
-        """End a phase. It began when the previous phase ended."""
+        """End a phase that started at the end of the previous phase."""
         now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._began_s
-        self._began_s = now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._start_s
+        self._start_s = now
 
 
 class StartTimings(Hook):
-    """Hook that waits for the first step of a run and prints the phases until its end.
+    """Hook that blocks until the first step has finished and prints the durations of all phases.
 
     Args:
       phases: the phases until the call of `fit`.
