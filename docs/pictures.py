@@ -5,9 +5,11 @@ The covers of the notebooks, which other pages show, come from `make notebooks`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import matplotlib
@@ -16,9 +18,11 @@ import optax
 from matplotlib.figure import Figure
 
 import meshpar as mp
+from meshpar.inspect.budget import Budget
 from meshpar.loop.fit import STEPS_IN_FLIGHT
 from meshpar.planner.scaling import grow
 from meshpar.plots.style import AXES, FAINT, INK, MEMORY, MORE, OPS, figure_of, styled
+from meshpar.sharding.printing import flat
 from notebooks.pictures import curves
 
 ROOT = Path(__file__).parents[1]
@@ -165,9 +169,50 @@ def pods() -> Figure:
     return figure
 
 
+@styled
+def budgets() -> Figure:
+    """Draw the growth of a decoder's step over its budget under changes of its options, compiled for CPU devices."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read with the first device
+    batch = {name: jax.ShapeDtypeStruct((16, 128), np.int32) for name in ("inputs", "targets")}
+    model = mp.models.TransformerConfig(
+        vocab_size=256, num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=4, head_dim=32, mlp_dim=512
+    ).build()
+    mesh = mp.MeshSpec(fsdp=8).build()
+
+    def budget(strategy: str, **options: Any) -> Budget:
+        state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=getattr(mp, strategy)())
+        return Budget.of(mp.explain(mp.train_step(mp.models.next_token_loss, **options), state, batch), "decoder")
+
+    saved = budget("fsdp")
+    changes = {
+        "accumulate=2": budget("fsdp", accumulate=2),
+        'remat="full"': budget("fsdp", remat="full"),
+        "zero1() instead of fsdp()": budget("zero1"),
+    }
+    quantities = {
+        "bytes sent": lambda one: sum(total["bytes_sent_per_device"] for total in flat(one.totals).values()),
+        "peak memory": lambda one: one.peak_bytes,
+        "FLOPs": lambda one: one.flops_per_device,
+    }
+    figure, (panel,) = figure_of(8.0, 2.8)
+    for at, (name, change) in enumerate(changes.items()):
+        growth = [100 * (of(change) / of(saved) - 1) for of in quantities.values()]
+        rows = np.arange(len(quantities)) + 0.26 * (at - 1)
+        panel.barh(rows, growth, 0.24, color=MORE[at], label=name)
+        for row, value in zip(rows, growth, strict=True):
+            panel.text(max(value, 0), row, f" {value:+.0f} %", va="center", fontsize=8)
+    panel.axvline(0, color=INK, lw=1)
+    panel.set_yticks(range(len(quantities)), quantities)
+    panel.invert_yaxis()
+    panel.set(xlabel="change from the budget, %", title="A decoder of four layers on fsdp=8")
+    panel.margins(x=0.15)
+    panel.legend(loc="lower right")
+    return figure
+
+
 PICTURES = {
     draw.__name__: draw
-    for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods)
+    for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods, budgets)
 }
 
 

@@ -443,6 +443,10 @@ def prepare(here: Path, words: list[str], run: Callable[..., Any]) -> None:
     for name in {"Llama-3.2-1B", "Llama-3.1-8B"} & set(words):
         pretrained(here / name)
     fields = [word for field in SHORT_TEXT for word in ("--set", field)]
+    if words[1:3] == ["budget", "check"]:
+        run("budget", "save", "recipes/gpt_stdlib.py", *fields)
+        for name in (word for word in words if word.endswith(".json")):
+            shutil.copy(here / "budgets" / "gpt_stdlib-cpu.json", here / name)
     if "--tuned" in words:
         run(*within_budget(["meshpar", "tune", words[2], "--save", words[words.index("--tuned") + 1]]))
     if "runs/gpt_stdlib" in words:

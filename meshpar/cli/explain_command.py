@@ -115,8 +115,7 @@ def explain(
     # Recipes and losses may print, but stdout is for the report.
     with contextlib.redirect_stdout(sys.stderr), explain_recipe_errors(files, "explain its training step"):
         limits = Budget.load(budget) if budget else None
-        options: Any = {"layout": layout_fields(mesh, strategy), "assignments": assignments, "shapes": batch}
-        subject = Subject.of(recipe, cluster, from_hf=from_hf, **options)
+        subject = Subject.of(**Subject.options_of(click.get_current_context().params))
         if limits is not None:
             limits.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
@@ -129,11 +128,21 @@ def explain(
         page = as_page(result.report, title=title, pictures=_plots(result), more=result.sections)
         Path(html).write_text(page, encoding="utf-8")
     if save_budget:
-        Budget.of(result.report, subject.recipe.name).save(save_budget)
+        Budget.of(result.report, subject.recipe.name, _arguments()).save(save_budget)
     reasons = result.reasons if check else []
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
     return 1 if reasons else 0
+
+
+def _arguments() -> list[str]:
+    """Return the arguments of this command that determine the program."""
+    params = click.get_current_context().params
+    options = [
+        (f"--{name.replace('_', '-')}", params[name]) for name in ("cluster", "mesh", "strategy", "batch", "from_hf")
+    ]
+    options += [("--set", assignment) for assignment in params["assignments"]]
+    return [params["recipe"], *(word for option, value in options if value for word in (option, value))]
 
 
 # ---- Subject ---------------------------------------------------------------------------------------------------------
@@ -156,6 +165,13 @@ class Subject:
     """Value of --batch."""
     from_hf: str | None = None
     """Value of --from-hf."""
+
+    @staticmethod
+    def options_of(params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `Subject.of` for the parameters of the command."""
+        layout = layout_fields(params["mesh"], params["strategy"])
+        names = {"path": "recipe", "cluster": "cluster", "assignments": "assignments", "from_hf": "from_hf"}
+        return {"layout": layout, "shapes": params["batch"], **{key: params[name] for key, name in names.items()}}
 
     @staticmethod
     def of(
@@ -219,11 +235,11 @@ class Subject:
         state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.step.precision)
         return build_step(recipe), state
 
-    def explained(self, pod: PodProcess | None) -> Report:
+    def explained(self, pod: PodProcess | None, *, advise: bool = True) -> Report:
         """Compile the step and return the report. For a cluster, it is compiled in the process `pod`."""
         from meshpar.inspect.explain import explain as report_on
 
-        return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
+        return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod, advise=advise)
 
 
 def _mesh_of(recipe: Recipe, cluster: Cluster | None) -> AnyMesh:
@@ -357,7 +373,7 @@ def _compile_report(subject: Subject, other: Subject | None, budget: Budget | No
                 comparison = Comparison(first=report, second=other.explained(pod), labels=labels)
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
-    differences = None if budget is None else budget.differences(report)
+    differences = None if budget is None else budget.differences(Budget.of(report, subject.recipe.name))
     allow = subject.recipe.allow
     return Explained(report=report, comparison=comparison, differences=differences, allow=allow)
 

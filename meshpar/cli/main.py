@@ -126,6 +126,7 @@ COMMANDS = {
     "train": "Train a recipe, or resume its run.",
     "shard": "Show how the model of a recipe is sharded.",
     "explain": "Show the collectives, memory and overlap of a compiled step, for any cluster.",
+    "budget": "Save the communication and memory of programs, and check later programs against them.",
     "plan": "Rank the layouts of a recipe on a cluster by predicted speed.",
     "cost": "Show the time, bytes and formula of a collective for each algorithm.",
     "schedule": "Show a pipeline schedule: its table, bubbles and memory.",

@@ -1,22 +1,24 @@
-"""Budgets: saved communication and memory of a step, compared with later programs.
+"""Budgets: saved communication, memory and compute of a step, compared with later programs.
 
-A step exceeds its budget if the collectives of a kind and axes send more bytes or run more often, or if the peak memory
-is higher. Small growth passes: up to a relative tolerance, or up to `SLACK_BYTES` or `SLACK_COUNT`, so that adding a
-metric does not exceed the budget.
+A step exceeds its budget if the collectives of a kind and axes send more bytes or run more often, if the peak memory,
+the FLOPs or the simulated step time is higher, or if it has more unexpected collectives. Small growth passes: up to a
+relative tolerance, or up to `SLACK_BYTES` or `SLACK_COUNT`, so that adding a metric does not exceed the budget.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from meshpar.inspect.render import Cell, Section, Style, Table, rich_of, short_source
 from meshpar.inspect.report import Report
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.printing import Plain, flat, human_mesh, parsed
-from meshpar.sharding.units import human_bytes
+from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 TOLERANCE = 0.01
 """Growth up to this fraction of the saved value does not exceed the budget."""
@@ -28,16 +30,24 @@ SLACK_COUNT = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference(Plain):
-    """A difference between the communication or memory of a program and its budget."""
+    """A difference between a program and its budget."""
 
+    quantity: str
+    """`peak memory`, `all-gather over fsdp`, ..."""
+    before: str
+    """The saved value, with its unit."""
+    after: str
     text: str
+    """The difference as a sentence."""
     is_over: bool
     """True if the difference exceeds the budget."""
+    where: str = ""
+    """Module and source line of the collectives that changed most; empty for other quantities."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Plain):
-    """Communication and memory of a step at the time of saving."""
+    """Communication, memory and compute of a step at the time of saving."""
 
     name: str
     """Name of the recipe."""
@@ -51,10 +61,27 @@ class Budget(Plain):
     jax_version: str
     """Version of jax. The compiled program depends on it."""
     tolerance: float = TOLERANCE
+    flops_per_device: float | None = None
+    step_s: float | None = None
+    """Simulated step time; None without a cluster."""
+    unexpected: int | None = None
+    """Number of unexpected collectives."""
+    kernels: Mapping[str, float] | None = None
+    """Kind, implementation and dtypes of kernels -> executions per step; None without a cluster."""
+    sources: Mapping[str, Mapping[str, Sequence[Any]]] = dataclasses.field(default_factory=dict)
+    """`all-gather over fsdp` -> module -> bytes sent per device, executions per step, and source line."""
+    fingerprint: str = ""
+    """Hash of the lowered program and its options."""
+    arguments: Sequence[str] = ()
+    """Arguments of `meshpar explain` that compile the program: the recipe and its options."""
 
     @staticmethod
-    def of(report: Report, name: str) -> Budget:
-        """Return a budget with the communication and memory of a report."""
+    def of(report: Report, name: str, arguments: Sequence[str] = ()) -> Budget:
+        """Return a budget with the values of a report."""
+        kernels: dict[str, float] = {}
+        for row in report.kernel_list:
+            kernel = f"{row.kind} ({row.implementation}, {row.dtypes})"
+            kernels[kernel] = kernels.get(kernel, 0) + row.count
         return Budget(
             name=name,
             target=report.target,
@@ -63,6 +90,13 @@ class Budget(Plain):
             totals=report.to_json()["totals"],
             peak_bytes=report.memory.peak_bytes,
             jax_version=importlib.metadata.version("jax"),
+            flops_per_device=report.compute.flops_per_device,
+            step_s=report.compute.predicted_step_s,
+            unexpected=len(report.matching.unexpected),
+            kernels=kernels or None,
+            sources=_sources(report),
+            fingerprint=report.fingerprint,
+            arguments=tuple(arguments),
         )
 
     def save(self, path: str | Path) -> None:
@@ -72,11 +106,11 @@ class Budget(Plain):
     @staticmethod
     def load(path: str | Path) -> Budget:
         """Read a budget from a JSON file. Raise `MeshparError` if the file is missing or not a budget."""
-        where, fix = f"budget {path}", "save a budget with meshpar explain ... --save-budget FILE"
+        where, fix = f"budget {path}", "save a budget with meshpar budget save RECIPE"
         data = read_json(path, where, fix)
-        budget = parsed(Budget, {"tolerance": TOLERANCE, **data} if isinstance(data, dict) else {}, where, fix)
+        budget = parsed(Budget, data if isinstance(data, dict) else {}, where, fix)
         if any(total.keys() != _NOTHING.keys() for total in flat(budget.totals).values()):
-            reason = f"each of its `totals` must have {' and '.join(_NOTHING)}"
+            reason = f"each entry of `totals` must have {' and '.join(_NOTHING)}"
             raise problem(where, "read it", reason, fix, code="damaged-file")
         return budget
 
@@ -92,41 +126,170 @@ class Budget(Plain):
                 fix = f"use that {field}, or save a new budget with --save-budget"
                 raise problem(f"budget {where}", requested, reason, fix, code="conflict")
 
-    def differences(self, report: Report) -> tuple[Difference, ...]:
-        """Return the differences between a report and the budget, exceeded limits first."""
-        differences = [*self._communication(report), *self._other(report)]
+    def differences(self, now: Budget) -> tuple[Difference, ...]:
+        """Return the differences of a later program, `now`, from the budget, exceeded limits first."""
+        differences = [*self._communication(now), *self._sizes(now), *self._other(now)]
         return tuple(sorted(differences, key=lambda difference: not difference.is_over))
 
-    def _communication(self, report: Report) -> Iterator[Difference]:
-        saved, now = flat(self.totals), flat(report.to_json()["totals"])
-        for axes, kind in {**saved, **now}:
-            before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, now))
+    def _communication(self, now: Budget) -> Iterator[Difference]:
+        saved, later = flat(self.totals), flat(now.totals)
+        for axes, kind in {**saved, **later}:
+            before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, later))
             old, new = before["bytes_sent_per_device"], after["bytes_sent_per_device"]
             counts = before["count_per_step"], after["count_per_step"]
             is_more = self._is_over(*counts, slack=SLACK_COUNT)
-            times = f"{counts[0]:,} → {counts[1]:,} per step"
+            times, quantity = f"{counts[0]:,} → {counts[1]:,} per step", f"{kind} over {axes}"
             if self._is_over(old, new) or self._is_over(new, old):
                 change = "sends more" if new > old else "sends less"
-                text = f"{kind} over {axes} {change}: {human_bytes(old)} → {human_bytes(new)} per device ({times})"
-                yield Difference(text=text, is_over=new > old or is_more)
+                text = f"{quantity} {change}: {human_bytes(old)} → {human_bytes(new)} per device ({times})"
+                is_over = new > old or is_more
             elif counts[0] != counts[1]:
                 change = f"runs {'more' if counts[1] > counts[0] else 'less'} often"
-                text = f"{kind} over {axes} {change}: {times}, with unchanged {human_bytes(new)}"
-                yield Difference(text=text, is_over=is_more)
+                text, is_over = f"{quantity} {change}: {times}, with unchanged {human_bytes(new)}", is_more
+            else:
+                continue
+            yield Difference(
+                quantity=quantity,
+                before=f"{human_bytes(old)} in {counts[0]:,}",
+                after=f"{human_bytes(new)} in {counts[1]:,}",
+                text=text,
+                is_over=is_over,
+                where=_most_changed(self.sources.get(quantity, {}), now.sources.get(quantity, {})),
+            )
 
-    def _other(self, report: Report) -> Iterator[Difference]:
-        peak, new_peak = self.peak_bytes, report.memory.peak_bytes
-        if self._is_over(peak, new_peak) or self._is_over(new_peak, peak):
-            change = "higher" if new_peak > peak else "lower"
-            text = f"peak memory is {change}: {human_bytes(peak)} → {human_bytes(new_peak)}"
-            yield Difference(text=text, is_over=new_peak > peak)
-        version = importlib.metadata.version("jax")
-        for name, old, new in (("strategy", self.strategy, report.strategy), ("jax", self.jax_version, version)):
-            if old != new:
-                yield Difference(text=f"{name} was {old} and is {new}", is_over=False)
+    def _sizes(self, now: Budget) -> Iterator[Difference]:
+        for quantity, old, new, human, slack in (
+            ("peak memory", self.peak_bytes, now.peak_bytes, human_bytes, SLACK_BYTES),
+            ("FLOPs per device", self.flops_per_device, now.flops_per_device, human_flops, 0),
+            ("simulated step", self.step_s, now.step_s, human_time, 0),
+            ("unexpected collectives", self.unexpected, now.unexpected, str, 0),
+        ):
+            if old is None or new is None:  # a budget of an earlier version, or of a program without a simulation
+                continue
+            if self._is_over(old, new, slack) or self._is_over(new, old, slack):
+                text = f"{quantity}: {human(old)} → {human(new)}, {'higher' if new > old else 'lower'}"
+                yield Difference(quantity=quantity, before=human(old), after=human(new), text=text, is_over=new > old)
+
+    def _other(self, now: Budget) -> Iterator[Difference]:
+        if self.kernels is not None and now.kernels is not None:
+            for kernel in {**self.kernels, **now.kernels}:
+                old, new = self.kernels.get(kernel, 0), now.kernels.get(kernel, 0)
+                if old != new:
+                    text = f"{kernel} runs {old:,.0f} → {new:,.0f} times per step"
+                    counts = {"before": f"{old:,.0f} runs", "after": f"{new:,.0f} runs"}
+                    yield Difference(quantity=kernel, text=text, is_over=False, **counts)
+        for name, before, after in (
+            ("strategy", self.strategy, now.strategy),
+            ("jax", self.jax_version, now.jax_version),
+            ("program", self.fingerprint, now.fingerprint),
+        ):
+            if before and before != after:
+                text = f"{name} was {before} and is {after}"
+                yield Difference(quantity=name, before=before, after=after, text=text, is_over=False)
 
     def _is_over(self, limit: float, value: float, slack: float = SLACK_BYTES) -> bool:
         return value > limit * (1 + self.tolerance) and value - limit > slack
 
 
 _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}
+
+
+def _sources(report: Report) -> dict[str, dict[str, list[Any]]]:
+    sources: dict[str, dict[str, list[Any]]] = {}
+    for sent in report.collectives:
+        collective = sent.collective
+        modules = sources.setdefault(f"{collective.kind} over {collective.axes_label}", {})
+        entry = modules.setdefault(collective.module, [0.0, 0, short_source(collective.source)])
+        entry[0] += collective.bytes_sent_per_step
+        entry[1] += collective.count_per_step
+    return sources
+
+
+def _most_changed(before: Mapping[str, Sequence[Any]], after: Mapping[str, Sequence[Any]]) -> str:
+    """Return the module and source line with the largest change of bytes, or of executions if the bytes are equal."""
+    nothing = (0.0, 0, "")
+
+    def change(module: str) -> tuple[float, int]:
+        old, new = before.get(module, nothing), after.get(module, nothing)
+        return abs(new[0] - old[0]), abs(new[1] - old[1])
+
+    module = max({**before, **after}, key=change, default="")
+    _, _, source = after.get(module) or before.get(module) or nothing
+    return " · ".join(filter(None, (module, source)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetCheck(Plain):
+    """The comparison of a program with its saved budget."""
+
+    file: str
+    """File of the budget."""
+    program: str
+    """Recipe and target: `llama3_8b on h100:8x8`."""
+    differences: tuple[Difference, ...] = ()
+    error: str = ""
+    """Reason why the program was not compiled."""
+    derived = ("is_over",)
+
+    @property
+    def is_over(self) -> bool:
+        return any(difference.is_over for difference in self.differences)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetChecks(Plain):
+    """Comparisons of programs with their budgets. Prints as a table."""
+
+    checks: tuple[BudgetCheck, ...]
+    derived = ("is_over",)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether any program exceeds its budget."""
+        return any(check.is_over for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """The number of programs that exceed the budget, as a sentence."""
+        over, failed = sum(check.is_over for check in self.checks), sum(bool(check.error) for check in self.checks)
+        text = f"{over} of {len(self.checks)} programs exceed{'s' * (over == 1)} the budget"
+        return text + f", {failed} could not be compiled" * bool(failed)
+
+    @property
+    def markdown(self) -> str:
+        """The changes as a Markdown table, for comments on pull requests and job summaries."""
+        rows = [row for check in self.checks for row in _rows(check)]
+        lines = [f"**meshpar budgets: {self.verdict}.**", ""]
+        if rows:
+            lines += ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
+            lines += ["| " + " | ".join(_markdown_cell(text) for text in row) + " |" for row in rows] + [""]
+        if same := [check.program for check in self.checks if not check.differences and not check.error]:
+            lines += [f"Unchanged: {', '.join(same)}.", ""]
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        styles: dict[str, Style] = {"✘": "bad", "·": ""}
+        rows = [
+            [Cell(text, styles[row[1][0]] if column == 1 else "") for column, text in enumerate(row)]
+            for check in self.checks
+            for row in _rows(check) or [(check.program, "· unchanged", "", "", "")]
+        ]
+        table = Table(columns=_COLUMNS, rows=rows, most=len(rows))
+        bad = self.is_over or any(check.error for check in self.checks)
+        return rich_of([Section(title="Budgets", verdict=Cell(self.verdict, "bad" if bad else "good"), parts=(table,))])
+
+
+_COLUMNS = ("program", "changed", "budget", "now", "where")
+
+
+def _rows(check: BudgetCheck) -> list[tuple[str, str, str, str, str]]:
+    if check.error:
+        return [(check.program, "✘ not compiled", "", "", check.error)]
+    return [
+        (check.program, f"{'✘' if d.is_over else '·'} {d.quantity}", d.before, d.after, d.where)
+        for d in check.differences
+    ]
+
+
+def _markdown_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -26,6 +26,7 @@ import jax
 from meshpar.hardware.clusters import Cluster, parse_cluster
 from meshpar.inspect import compiler_messages as messages
 from meshpar.inspect.program import Program
+from meshpar.inspect.program_cache import ProgramCache
 from meshpar.inspect.target import compile_stablehlo, require_aot, stablehlo_of
 from meshpar.sharding.errors import MeshparError
 
@@ -39,13 +40,25 @@ class PodProcess:
 
     with PodProcess() as pod:
         program = pod.compile(step.trace(state, batch), "h100:8x8")
+
+    Args:
+      cache: keep compiled programs in these files, and read them from there. None compiles each program. The process
+        starts with the first program that is not in the cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, cache: ProgramCache | None = None) -> None:
+        self._cache = cache
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
-        command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment())
+        self._running: subprocess.Popen[bytes] | None = None
+        if cache is None:  # it starts while the first step is traced
+            self._process()
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        if self._running is None:
+            command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+            pipe = subprocess.PIPE
+            self._running = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment())
+        return self._running
 
     def __enter__(self) -> PodProcess:
         return self
@@ -69,13 +82,19 @@ class PodProcess:
         """
         cluster = parse_cluster(cluster)
         require_aot(cluster.name)
-        module, before = stablehlo_of(traced, cluster), self._log_size()
-        program: Program = self.call(compile_stablehlo, module, cluster, options=options)
-        return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
+        module = stablehlo_of(traced, cluster)
+
+        def compiled() -> Program:
+            before = self._log_size()
+            program: Program = self.call(compile_stablehlo, module, cluster, options=options)
+            return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
+
+        return compiled() if self._cache is None else self._cache.get(module, cluster, options or {}, compiled)
 
     def call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call an importable function in the process and return its result, which must be picklable."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        process = self._process()
+        stdin, stdout = process.stdin, process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
@@ -83,7 +102,7 @@ class PodProcess:
             stdin.flush()
             value, error, text = pickle.load(stdout)
         except (EOFError, BrokenPipeError):
-            code = self._process.wait()
+            code = process.wait()
             raise PodError(f"the compiling process ended with status {code}.\n{self._stderr()}") from None
         if error is not None:
             raise error
@@ -93,14 +112,15 @@ class PodProcess:
 
     def close(self) -> None:
         """End the process."""
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if (process := self._running) is not None:
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self._log.close()
 
     def _log_size(self) -> int:
