@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from meshpar.inspect.comparison import Comparison
     from meshpar.inspect.pod import PodProcess
     from meshpar.inspect.report import Report
+    from meshpar.runs.memory_fit import MemoryFit
     from meshpar.runs.recipe import Recipe
     from meshpar.sharding.types import AnyMesh
     from meshpar.training.state import TrainState
@@ -74,12 +75,16 @@ if TYPE_CHECKING:
     "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; with --check, enforce it."
 )
 @click.option(
+    "--fit", is_flag=True,
+    help="If the step does not fit in memory, compile changes of the recipe, and list those that fit, fastest first.",
+)  # fmt: skip
+@click.option(
     "--table", is_flag=True, help="Print a Markdown table of the sharding and communication of all strategies."
 )
 def explain(
     recipe: str | None, assignments: tuple[str, ...], as_json: bool, from_hf: str | None, cluster: str | None,
     mesh: str | None, strategy: str | None, batch: str | None, against: str | None, html: str | None, check: bool,
-    save_budget: str | None, budget: str | None, table: bool,
+    save_budget: str | None, budget: str | None, fit: bool, table: bool,
 ) -> int:  # fmt: skip
     """Show the compiled training step: `meshpar explain recipes/llama3_8b.py --cluster h100:8x8`.
 
@@ -119,7 +124,7 @@ def explain(
         if limits is not None:
             limits.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
-        result = _compile_report(subject, other, limits)
+        result = _compile_report(subject, other, limits, subject.fit_cluster() if fit else None)
     print_report(result, as_json=as_json)
     if html:
         from meshpar.inspect.render import as_page
@@ -226,20 +231,37 @@ class Subject:
 
     def step_and_state(self) -> tuple[TrainStep, TrainState]:
         """Build the training step and the abstract training state."""
-        from meshpar.runs.recipe import build_model, build_optimizer, build_step
-        from meshpar.training.state import abstract_state
+        from meshpar.runs.recipe import build_abstract
 
-        recipe = self.recipe
-        model = build_model(recipe)
-        tx = build_optimizer(recipe, model, self.mesh)
-        state = abstract_state(model, tx, mesh=self.mesh, strategy=recipe.strategy, precision=recipe.step.precision)
-        return build_step(recipe), state
+        return build_abstract(self.recipe, self.mesh)
 
     def explained(self, pod: PodProcess | None, *, advise: bool = True) -> Report:
         """Compile the step and return the report. For a cluster, it is compiled in the process `pod`."""
         from meshpar.inspect.explain import explain as report_on
 
         return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod, advise=advise)
+
+    def fit_cluster(self) -> Cluster:
+        """Return the cluster whose memory --fit compares the step with: by default the local GPUs."""
+        from meshpar.hardware.clusters import cluster_here
+
+        devices = () if self.cluster is not None else self.mesh.devices.flat  # type: ignore[union-attr]
+        cluster = self.cluster or cluster_here(list(devices))
+        if cluster is None:
+            reason = f"the memory of a device of `{self.target}` is unknown"
+            fix = "name the cluster: --cluster h100:1x8"
+            raise problem("--fit", "compare the step with the memory", reason, fix, code="missing-argument")
+        return cluster
+
+    def fitted(self, report: Report, cluster: Cluster) -> MemoryFit:
+        """Return changes with which the step fits in memory."""
+        from meshpar.runs.memory_fit import fit_memory
+
+        def progress(line: str) -> None:
+            if sys.stderr.isatty():
+                click.echo(line, err=True)
+
+        return fit_memory(self.recipe, cluster, batch=self.batch, report=report, progress=progress)
 
 
 def _mesh_of(recipe: Recipe, cluster: Cluster | None) -> AnyMesh:
@@ -314,6 +336,8 @@ class Explained:
     comparison: Comparison | None = None
     differences: Sequence[Difference] | None = None
     """Differences from the budget; None without a budget."""
+    fit: MemoryFit | None = None
+    """Changes with which the step fits in memory; None without --fit."""
     allow: Sequence[str] = ()
     """Lint rules whose findings do not fail --check (`Recipe.allow`)."""
 
@@ -330,11 +354,13 @@ class Explained:
         return unexpected + [f"over budget: {change.text}" for change in self.differences or () if change.is_over]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of the report, with the additional fields `against` and `budget`."""
+        """Return the fields of the report, with the additional fields `against`, `budget` and `fit`."""
         more: dict[str, Any] = {} if self.comparison is None else {"against": self.comparison.to_json()}
         if self.differences is not None:
             is_over = any(change.is_over for change in self.differences)
             more["budget"] = plain({"differences": self.differences, "is_kept": not is_over})
+        if self.fit is not None:
+            more["fit"] = self.fit.to_json()
         return {**self.report.to_json(), **more}
 
     @property
@@ -348,6 +374,8 @@ class Explained:
                 for change in self.differences
             )
             sections.append(Section(title="Budget", parts=lines or (Cell("✔ matches the budget", "good"),)))
+        if self.fit is not None:
+            sections.append(self.fit.section)
         return sections
 
     def __rich__(self) -> Any:
@@ -358,7 +386,9 @@ class Explained:
         return Group(self.report, *(rich_of([section]) for section in self.sections))
 
 
-def _compile_report(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
+def _compile_report(
+    subject: Subject, other: Subject | None, budget: Budget | None, fit_cluster: Cluster | None
+) -> Explained:
     from meshpar.inspect.comparison import Comparison
     from meshpar.inspect.pod import PodError, PodProcess
 
@@ -367,15 +397,19 @@ def _compile_report(subject: Subject, other: Subject | None, budget: Budget | No
     comparison = None
     try:
         with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
-            report = subject.explained(pod)
+            report = subject.explained(pod, advise=fit_cluster is None)
             if other is not None:
                 labels = (_label(subject, other), _label(other, subject))
                 comparison = Comparison(first=report, second=other.explained(pod), labels=labels)
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
-    differences = None if budget is None else budget.differences(Budget.of(report, subject.recipe.name))
-    allow = subject.recipe.allow
-    return Explained(report=report, comparison=comparison, differences=differences, allow=allow)
+    return Explained(
+        report=report,
+        comparison=comparison,
+        differences=None if budget is None else budget.differences(Budget.of(report, subject.recipe.name)),
+        fit=None if fit_cluster is None else subject.fitted(report, fit_cluster),
+        allow=subject.recipe.allow,
+    )
 
 
 def _label(subject: Subject, other: Subject) -> str:

@@ -25,8 +25,6 @@ from meshpar.sharding.units import parse_count
 if TYPE_CHECKING:
     from meshpar.planner.plan import Plans
 
-_MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
-"""Attributes of an MoE config that the planner reads."""
 _CHOSEN = ("mesh", "strategy", "step.remat", "step.accumulate", "step.batch_slices")
 """Fields of a recipe that the planner chooses."""
 
@@ -111,10 +109,8 @@ def plans_for(
     """
     from meshpar.cli.explain_command import batch_of
     from meshpar.hardware.clusters import parse_cluster
-    from meshpar.planner.plan import plan as plan_for
-    from meshpar.runs.recipe import build_model, build_optimizer
+    from meshpar.runs.memory_changes import plan_recipe
     from meshpar.runs.recipe_file import load_recipe
-    from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)
     for assignment in assignments:
@@ -125,18 +121,4 @@ def plans_for(
     # The batch size from --set may not be divisible by the recipe's micro-steps, which the planner replaces.
     recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "step.accumulate=1")
     recipe = with_model(recipe, from_hf, assignments)
-    model = build_model(recipe)
-    return plan_for(
-        model,
-        dict(batch_of(recipe, None)),
-        pod,
-        top=top,
-        verify=verify,
-        loss=recipe.loss,
-        loss_is=recipe.step.loss_is,
-        tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
-        precision=recipe.step.precision,
-        xla=recipe.step.xla,
-        remat=recipe.step.remat,
-        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _MOE_FIELDS},
-    )
+    return plan_recipe(recipe, dict(batch_of(recipe, None)), pod, top=top, verify=verify)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import shlex
 import sys
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from meshpar.cli.main import STARTED_S, devices_option, prepare_devices, print_json, recipe_options, select_devices
 from meshpar.pod import signals
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.printing import human_mesh
+
+if TYPE_CHECKING:
+    from meshpar.runs.recipe import Recipe
 
 COMPARED_LATER = (
     "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
@@ -161,21 +168,58 @@ def _train(
         config = config.replace(data=dataclasses.replace(data, tokenizer=tokenizer or data.tokenizer, **replaced))
     phases.end("recipe")
     sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
-    outcome = run(
-        config,
-        out=out,
-        devices=devices,
-        fresh=fresh,
-        stream=sys.stderr if as_json else sys.stdout,
-        fit_vocab=tokenizer is not None and from_hf is None and not sets_vocab,
-        from_hf=from_hf,
-        profile=profiled_steps,
-        accept_changes=accept_changes,
-        compile_cache=compile_cache,
-        tuned=tuned,
-        timings=timings and phases,
-    )
+    command = _fit_command(recipe, assignments, config, devices, planned=plan is not None, from_hf=from_hf)
+    with explained_out_of_memory(command):
+        outcome = run(
+            config,
+            out=out,
+            devices=devices,
+            fresh=fresh,
+            stream=sys.stderr if as_json else sys.stdout,
+            fit_vocab=tokenizer is not None and from_hf is None and not sets_vocab,
+            from_hf=from_hf,
+            profile=profiled_steps,
+            accept_changes=accept_changes,
+            compile_cache=compile_cache,
+            tuned=tuned,
+            timings=timings and phases,
+        )
     if as_json and jax.process_index() == 0:
         print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":
         sys.exit(signals.exit_code())
+
+
+@contextlib.contextmanager
+def explained_out_of_memory(command: str) -> Iterator[None]:
+    """Convert an out-of-memory error of a device to an error with the command that lists changes."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MeshparError) or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0][:300].rstrip(". ")
+        fix = f"list changes that fit, fastest first: {command}"
+        raise problem("meshpar train", "run the step", reason, fix, code="out-of-memory") from error
+
+
+def _fit_command(
+    recipe: str,
+    assignments: Sequence[str],
+    config: Recipe,
+    devices: Sequence[Any],
+    *,
+    planned: bool,
+    from_hf: str | None,
+) -> str:
+    """Return the command that lists changes with which the step of a run fits on the same devices."""
+    from meshpar.hardware.clusters import cluster_here
+
+    cluster = cluster_here(devices)
+    fields = [*assignments]
+    if planned:
+        fields += [f"mesh={human_mesh(config.mesh).replace(' ', '')}", f"strategy={config.strategy}"]
+        fields += [f"step.{name}={getattr(config.step, name)}" for name in ("remat", "accumulate", "batch_slices")]
+    words = ["meshpar", "explain", recipe, *(word for text in fields for word in ("--set", text))]
+    words += ["--from-hf", from_hf] if from_hf is not None else []
+    return shlex.join([*words, "--fit", "--cluster", "h100:1x8" if cluster is None else cluster.name])

@@ -56,6 +56,8 @@ class Gpu:
     nic_bytes_per_s: float
     """Bandwidth of the network between nodes, per GPU."""
     chip: Chip
+    host_bytes_per_s: float = 32e9
+    """Bandwidth between the GPU and host memory. The default is PCIe Gen4 x16."""
     memory_efficiency: float = 1.0
     """Fraction of `memory_bytes_per_s` that large copies reach; 1 if it was not measured."""
     matmul_rates: tuple[float, float] | None = None

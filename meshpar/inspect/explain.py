@@ -136,7 +136,7 @@ def explain(
     cluster = None if cluster is None else parse_cluster(cluster)
     check_equal_parts(state)
     batch = jax.tree.map(shape_of, batch)
-    state = _on_target(state, cluster)
+    state = on_target(state, cluster)
     if cluster is None:
         return _explain(step, state, batch, compile_here, cluster_here(list(state.setup.mesh.devices.flat)), advise)
     with contextlib.ExitStack() as stack:
@@ -390,7 +390,7 @@ def _check_arguments(step: Any, args: tuple[Any, ...], in_shardings: Any) -> Non
     raise problem("explain", requested, reason, fix, code=code)
 
 
-def _on_target(state: TrainState, cluster: Cluster | None) -> TrainState:
+def on_target(state: TrainState, cluster: Cluster | None) -> TrainState:
     """Return the abstract state. With a cluster, its mesh has the compile-only devices of the cluster."""
     setup: Setup = state.setup
     if cluster is None:

@@ -162,6 +162,11 @@ def memory_note(peak: int, limit: int | None) -> str:
     return f"{share}: the CUDA context, NCCL's buffers and fragmentation may need the remaining memory"
 
 
+def argument_bytes(setup: Setup, batch: PyTree) -> int:
+    """Return the bytes of the state and the batch on a device. They follow from the shardings, without compilation."""
+    return sum(_state_bytes(setup)) + _batch_bytes(setup, batch)
+
+
 def _state_bytes(setup: Setup) -> tuple[int, int, int]:
     totals, state = setup.table.totals, setup.abstract
     counters = sum(x.dtype.itemsize * math.prod(x.shape) for x in (state.step, state.key, state.skipped))
@@ -286,7 +291,7 @@ def _candidates(setup: Setup, execution: Execution) -> tuple[_Change, ...]:
     ZeRO-1 and ZeRO-2 send the same bytes as data parallelism. Micro-steps make matmuls smaller. Rematerialization adds
     a third of the compute. ZeRO-3 sends 1.5 times the bytes.
     """
-    stages = _smaller(setup, execution, state=True)
+    stages = smaller_strategies(setup, execution, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
     factors = [factor for factor in (2, 4, 8) if factor == 2 or execution.examples % factor == 0]
     steps = [execution.micro_steps * factor for factor in factors if not execution.is_pipelined]
@@ -302,7 +307,7 @@ def _candidates(setup: Setup, execution: Execution) -> tuple[_Change, ...]:
     changes = [
         *(_Change(strategy) for strategy in early),
         *(_Change(None, {"accumulate": count}, 2 * i) for i, count in enumerate(steps)),
-        *(_Change(strategy) for strategy in _smaller(setup, execution, state=False)[: len(factors)]),
+        *(_Change(strategy) for strategy in smaller_strategies(setup, execution, state=False)[: len(factors)]),
         *(_Change(None, {"remat": policy}, 0 if policy == "full" else 3) for policy in policies),
         *([with_remat(None)] if by_path else []),
         _Change(last),
@@ -340,7 +345,7 @@ def _sorted_out(
         reason = ""
         try:
             changed = _abstract(setup, change.strategy or setup.strategy).setup
-            nbytes = sum(_state_bytes(changed)) + _batch_bytes(changed, batch)
+            nbytes = argument_bytes(changed, batch)
             if nbytes > limit_bytes:
                 reason = f"state and batch alone take {human_bytes(nbytes)} of {human_bytes(limit_bytes)}"
         except MeshparError as error:
@@ -361,7 +366,7 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
     return abstract_state(setup.model, setup.tx, mesh=setup.given_mesh, strategy=strategy, **options)
 
 
-def _smaller(setup: Setup, execution: Execution, *, state: bool) -> list[Strategy]:
+def smaller_strategies(setup: Setup, execution: Execution, *, state: bool) -> list[Strategy]:
     """Return variants of the strategy that need less memory, ordered from the least to the most intrusive.
 
     With `state`, vary the components that shard the training state; otherwise, vary the other components.

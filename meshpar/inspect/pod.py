@@ -11,9 +11,11 @@ pickles of (value, error, traceback) to standard output.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 import pickle
+import queue
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,10 @@ from meshpar.inspect.program import Program
 from meshpar.inspect.program_cache import ProgramCache
 from meshpar.inspect.target import compile_stablehlo, require_aot, stablehlo_of
 from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.host_resources import free_memory_bytes
+
+COMPILER_BYTES = 2 * 10**9
+"""Host memory that is reserved for a compiling process. `recipes/llama3_8b.py` needs 0.9 GB for 64 GPUs."""
 
 
 class PodError(RuntimeError):
@@ -110,6 +116,11 @@ class PodProcess:
             raise PodError(f"the compiling process raised:\n{text}\n{self._stderr()}")
         return value
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process can be called."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the process."""
         if (process := self._running) is not None:
@@ -132,6 +143,50 @@ class PodProcess:
         start = max(0, size - 4000) if since is None else since
         # pread does not move the position of the file, at which the process writes.
         return os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
+
+
+class PodPool:
+    """Processes that compile at the same time, by default the maximum for this machine.
+
+    with PodPool() as pool:
+        futures = [pool.submit(compile_stablehlo, module, cluster) for module in modules]
+    """
+
+    def __init__(self, num_processes: int | None = None) -> None:
+        self.num_processes = num_processes or max_processes()
+        self._threads = concurrent.futures.ThreadPoolExecutor(self.num_processes)
+        self._started: list[PodProcess] = []
+        self._idle: queue.SimpleQueue[PodProcess] = queue.SimpleQueue()
+
+    def __enter__(self) -> PodPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.close()
+
+    def submit(self, function: Callable[..., Any], *args: object, **kwargs: object) -> concurrent.futures.Future[Any]:
+        """Call an importable function in an idle process. A process that ended is replaced."""
+        return self._threads.submit(self._call, function, *args, **kwargs)
+
+    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        try:
+            process = self._idle.get_nowait()
+        except queue.Empty:
+            process = PodProcess()
+            self._started.append(process)
+        try:
+            return process.call(function, *args, **kwargs)
+        finally:
+            if process.is_running:
+                self._idle.put(process)
+
+
+def max_processes() -> int:
+    """Return the number of compiling processes for the cores and the free memory of this machine."""
+    cores, free_bytes = os.cpu_count() or 1, free_memory_bytes()
+    return max(1, cores if free_bytes is None else min(cores, free_bytes // COMPILER_BYTES))
 
 
 def environment() -> dict[str, str]:

@@ -271,6 +271,9 @@ def _memory(report: AnyReport) -> Section:
         parts.append(Cell(f"plus {human_bytes(memory.host_bytes)} in pinned host memory"))
     if memory.note:
         parts.append(Cell(memory.note, "warn"))
+    if isinstance(memory, Memory) and memory.fits is False:
+        text = "does not fit: meshpar explain RECIPE --fit, or mp.fit_memory, lists changes that do, fastest first"
+        parts.append(Cell(text, "bad"))
     if isinstance(memory, Memory) and memory.remedies:
         remedies = [
             (

@@ -30,7 +30,7 @@ _either = jax.checkpoint_policies.save_from_both_policies
 _NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
 
 
-def _checkpoint_name(primitive: Any, params: Mapping[str, Any]) -> str | None:
+def checkpoint_name_of(primitive: Any, params: Mapping[str, Any]) -> str | None:
     """Return the `checkpoint_name` of an operation's results. Attention kernels count as marked `ATTENTION`."""
     if primitive.name == "name":
         return str(params["name"])
@@ -43,7 +43,7 @@ def _with_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Return the policy extended by the results of attention, whose kernels hide their matmuls."""
 
     def extended(primitive: Any, *operands: Any, **params: Any) -> Any:
-        return _checkpoint_name(primitive, params) == ATTENTION or policy(primitive, *operands, **params)
+        return checkpoint_name_of(primitive, params) == ATTENTION or policy(primitive, *operands, **params)
 
     return extended
 
@@ -72,7 +72,7 @@ def remat_policy(remat: str, names: set[str] | None = None) -> Callable[..., Any
     policies, saved, offloaded = _remat_terms(remat)
 
     def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
-        name = _checkpoint_name(primitive, params)
+        name = checkpoint_name_of(primitive, params)
         if name is not None and names is not None:
             names.add(name)
         if name in saved:
@@ -88,6 +88,21 @@ def named_in(remat: str) -> tuple[str, ...]:
     """Return the names that a specification saves or offloads."""
     _, saved, offloaded = _remat_terms(remat)
     return (*saved, *offloaded)
+
+
+def saved_names(remat: str | None, names: tuple[str, ...]) -> set[str]:
+    """Return which of a model's marked activations stay in device memory under a specification.
+
+    All marked activations of a layer but `ATTENTION` are products with weights or elementwise functions of them, so
+    policies that save these products count as saving the activations.
+    """
+    if remat is None:
+        return set(names)
+    policies, saved, offloaded = _remat_terms(remat)
+    saves = set(saved)
+    for policy in policies:
+        saves |= {"full": set(), "dots": set(names) - {ATTENTION}}.get(policy, set(names))
+    return saves - set(offloaded)
 
 
 def offloads(remat: str | None) -> bool:

@@ -215,7 +215,8 @@ class Plans(Printed, Plain):
             largest = max(candidate.memory.parts, key=lambda term: candidate.memory.parts[term])
             return (
                 f"{label} does not fit: {human_bytes(peak)} of {human_bytes(limit)} per GPU, "
-                f"{human_bytes(peak - limit)} too much; the largest term is {largest.removesuffix('_bytes')}\n"
+                f"{human_bytes(peak - limit)} too much; the largest term is {largest.removesuffix('_bytes')}; "
+                f"meshpar explain RECIPE --fit lists changes that fit\n"
                 f"{self.rates}"
             )
         # Compare estimates, even if the best plan was compiled.
@@ -416,6 +417,7 @@ def _nothing_fits(search: Search) -> MeshparError:
             nodes = -(-sharded * cluster.nodes // available)
             name = f"{cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}"
             fix = f"use about {nodes} nodes, --cluster {name}, or a larger GPU"
+        fix += ", or reduce the state: meshpar explain RECIPE --fit compiles changes of the optimizer and of the loss"
     requested = f"train {sum(leaf.size for leaf in work.leaves):,} parameters with a batch of {work.examples}"
     return problem(f"plan for `{cluster.name}`", requested, reason, fix, code="does-not-fit")
 

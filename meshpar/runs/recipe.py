@@ -31,7 +31,7 @@ from meshpar.sharding.errors import check_bool, check_divides, check_positive_in
 from meshpar.sharding.types import AnyMesh
 from meshpar.training.lora import Lora
 from meshpar.training.options import StepOptions
-from meshpar.training.state import Setup, make_setup
+from meshpar.training.state import Setup, TrainState, abstract_state, make_setup
 from meshpar.training.step import TrainStep
 
 
@@ -228,6 +228,14 @@ def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
 def build_step(recipe: Recipe) -> TrainStep:
     """Return the training step that `train` runs and `explain` compiles."""
     return TrainStep(recipe.loss, recipe.step)
+
+
+def build_abstract(recipe: Recipe, mesh: AnyMesh) -> tuple[TrainStep, TrainState]:
+    """Return the training step and the abstract training state of a recipe on a mesh."""
+    model = build_model(recipe)
+    tx = build_optimizer(recipe, model, mesh)
+    state = abstract_state(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.step.precision)
+    return build_step(recipe), state
 
 
 def build_setup(recipe: Recipe, mesh: Mesh) -> Setup:

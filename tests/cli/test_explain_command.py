@@ -17,8 +17,11 @@ import meshpar as mp
 from meshpar.cli import explain_command as command
 from meshpar.cli import main as cli
 from meshpar.data import ArrayData, TextData
+from meshpar.hardware.clusters import parse_cluster
 from meshpar.inspect import strategy_table as reference
 from meshpar.inspect import target
+from meshpar.runs import memory_fit
+from meshpar.runs.memory_fit import MemoryChange
 
 ROOT = Path(cli.__file__).parents[2]
 pytestmark = pytest.mark.call_stacks
@@ -114,6 +117,36 @@ def test_json_has_the_documented_fields(explain, recipe):
             assert total["bytes_sent_per_device"] == pytest.approx(sent)
     assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 8, "expert": 1, "tensor": 1}
     assert (found["devices"], found["target"]) == (8, "cpu")
+
+
+def test_fit_needs_the_memory_of_a_gpu(explain, recipe):
+    code, _, err = explain(recipe, "--fit", "--batch", BATCH)
+    assert code == 2
+    assert "the memory of a device of `cpu` is unknown. Name the cluster: --cluster h100:1x8" in err
+
+
+def test_fit_is_part_of_the_report(explain, recipe, monkeypatch, tmp_path):
+    """The step is compiled once for the report, and the search starts from its peak memory."""
+    page, reports = tmp_path / "report.html", []
+    change = MemoryChange(
+        kind="micro-steps", settings=("step.accumulate=2",), command="--set step.accumulate=2", fits=True,
+        python="recipe.replace(step=dataclasses.replace(recipe.step, accumulate=2))",
+        peak_bytes=6 * 10**8, saved_bytes=4 * 10**8, step_s=0.11, slowdown=0.1,
+    )  # fmt: skip
+
+    def fit_memory(recipe, cluster, *, batch, report, progress):
+        reports.append(report)
+        options = {"limit_bytes": 9 * 10**8, "peak_bytes": 10**9, "step_s": 0.1, "changes": (change,)}
+        return memory_fit.MemoryFit(recipe=recipe.name, cluster=cluster.name, **options)
+
+    monkeypatch.setattr(memory_fit, "fit_memory", fit_memory)
+    monkeypatch.setattr(command.Subject, "fit_cluster", lambda self: parse_cluster("h100:1x8"))
+    code, out, _ = explain(recipe, "--fit", "--batch", BATCH, "--json", "--html", page)
+    assert code == 0
+    assert json.loads(out)["fit"]["changes"][0]["settings"] == ["step.accumulate=2"]
+    assert "the fastest change that fits: --set step.accumulate=2" in page.read_text()
+    (report,) = reports
+    assert report.memory.remedies == ()
 
 
 @pytest.mark.matrix

@@ -15,7 +15,7 @@ import pytest
 
 from meshpar.cli import main as cli
 from meshpar.loop.fit import Hook
-from meshpar.runs import training_run
+from meshpar.runs import recipe_sources, training_run
 
 RECIPE = """
 from __future__ import annotations
@@ -367,6 +367,21 @@ def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
 
 
 # shard ---------------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_names_the_command_that_lists_changes(meshpar, monkeypatch, tmp_path):
+    def run(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 34 bytes.\nBuffers: ...")
+
+    monkeypatch.setattr(training_run, "run", run)
+    code, _, err = meshpar("train", "recipes/gpt_stdlib.py", "--out", tmp_path, "--set", "batch_size=16")
+    assert code == 2
+    assert "Out of memory allocating 34 bytes" in err
+    assert "meshpar explain recipes/gpt_stdlib.py --set batch_size=16 --fit --cluster h100:1x8" in err
+    fields = ("mesh=fsdp=8", "strategy=fsdp()", "step.remat=full", "step.accumulate=2")
+    monkeypatch.setattr(recipe_sources, "with_plan", lambda recipe, *_: recipe.override(*fields))
+    _, _, err = meshpar("train", "recipes/gpt_stdlib.py", "--out", tmp_path, "--plan", "plan.json")
+    assert "--set mesh=fsdp=8 --set 'strategy=fsdp()' --set step.remat=full --set step.accumulate=2" in err
 
 
 def test_shard_prints_json(meshpar, tmp_path):

@@ -18,7 +18,8 @@ until their message arrives. Times are then averages over stages, and the time t
 
 Assumptions: devices are identical and start together; kernels and collectives do not slow each other down (on a GPU
 they share memory bandwidth and some cores); links run collectives sequentially; asynchronous copies and fusions use
-the compute stream, because they use the same memory; launches are free unless the cluster's profile has their time.
+the compute stream, because they use the same memory, except copies between device and host memory, which run one after
+the other at `Gpu.host_bytes_per_s` while kernels run; launches are free unless the cluster's profile has their time.
 Kernels run at the planner's rates (`Cluster.rates`) by default. The simulation is deterministic on every machine.
 """
 
@@ -236,6 +237,8 @@ class _ComputationRun:
     ops: list[Op] = dataclasses.field(default_factory=list)
     waits: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     flights: list[_Flight] = dataclasses.field(default_factory=list)
+    host_copies: dict[str, float] = dataclasses.field(default_factory=dict)
+    """End times of copies between device and host, by the name of their start instruction."""
     pending: dict[str, list[_Flight]] = dataclasses.field(default_factory=dict)
     """Runs of asynchronous collectives that are not finished, by the name of their start instruction."""
 
@@ -246,6 +249,12 @@ class _ComputationRun:
 
     def finish(self, flights: Iterable[_Flight]) -> None:
         self.wait(max((flight.end_s for flight in flights), default=0.0))
+
+    def finish_copy(self, end_s: float) -> None:
+        """Wait for a copy between device and host. The time counts as memory time."""
+        waited_s = max(end_s - self.duration_s, 0.0)
+        self.duration_s += waited_s
+        self.spent_s["memory"] += waited_s
 
     def add(self, inner: _ComputationRun, times: float) -> None:
         """Add the totals of `times` runs of a different computation."""
@@ -295,6 +304,7 @@ class _Simulation:
                 self._step(block, computation, ins)
             for flights in block.pending.values():  # without a done, a collective ends with the computation
                 block.finish(flights)
+            block.finish_copy(max(block.host_copies.values(), default=0.0))
             self._settle(block)
         return block
 
@@ -328,12 +338,16 @@ class _Simulation:
             else:
                 self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
-            block.finish(block.pending.pop(_started_by(computation, ins), []))
+            started = _started_by(computation, ins)
+            block.finish_copy(block.host_copies.pop(started, 0.0))
+            block.finish(block.pending.pop(started, []))
         elif collectives := list(self._communicates(computation, ins, MAX_HOPS)):
             self._issue(block, ins, [collective for collective in collectives if collective is not None])
         elif ins.opcode == "call":
             for name in runs(ins):
                 self._inline(block, self.block(self._module.computations[name]))
+        elif ins.opcode.endswith("-start") and _uses_host_memory(computation, ins):
+            self._copy_host(block, computation, ins)
         elif (kernel := self.roofline.kernel(computation, ins)) is not None and kernel.time_s:
             start_s = block.duration_s
             block.duration_s += kernel.time_s
@@ -341,6 +355,13 @@ class _Simulation:
             block.spent_s["launches"] += kernel.launch_s
             block.works("matmul" if kernel.flops else "kernels")
             block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
+
+    def _copy_host(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
+        """Start a copy between device and host memory, which kernels and collectives overlap with."""
+        kernel = self.roofline.kernel(computation, ins)
+        nbytes = 0 if kernel is None else kernel.moved_bytes / 2  # read and written
+        start_s = max(block.duration_s, block.free_s.get("host", 0.0))
+        block.free_s["host"] = block.host_copies[ins.name] = start_s + nbytes / self._cluster.gpu.host_bytes_per_s
 
     def _communicates(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[Collective | None]:
         """Yield the collectives that an instruction starts, and None for each collective without communication."""
@@ -458,6 +479,12 @@ class _Simulation:
             members = (Counter(device // self._cluster.gpus_per_node for device in group) for group in groups)
             self._layouts[groups] = {(len(nodes), min(nodes.values())) for nodes in members}
         return self._layouts[groups]
+
+
+def _uses_host_memory(computation: Computation, ins: Instruction) -> bool:
+    """Return whether an instruction reads or writes an array in host memory, which XLA marks as memory space 5."""
+    shapes = (ins.shape, *(computation[name].shape for name in ins.operands))
+    return any("S(5)" in leaf.layout for shape in shapes for leaf in shape.leaves())
 
 
 def _mean(blocks: Sequence[_ComputationRun], shares: Sequence[Fraction]) -> _ComputationRun:

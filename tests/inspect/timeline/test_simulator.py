@@ -368,6 +368,29 @@ def test_async_fusion_runs_on_compute_stream():
     check(found)
 
 
+HOST_COPY = "c = (f32[250000]{0:S(5)}, f32[250000]{0}, u32[]) copy-start(x)"
+HOST_DONE = "f = f32[250000]{0:S(5)} copy-done(c)"
+
+
+@pytest.mark.parametrize(
+    ("body", "step"),
+    [
+        ([HOST_COPY, HOST_DONE, work_()], 2 + 1),
+        ([HOST_COPY, work_(), HOST_DONE], 2),
+        ([HOST_COPY, work_("k1"), work_("k2", "k1"), work_("k3", "k2"), HOST_DONE], 3),
+        ([HOST_COPY, start(), work_(), done(), HOST_DONE], 2),
+        ([HOST_COPY, HOST_COPY.replace("c =", "e ="), work_()], 4),
+    ],
+    ids=["exposed", "half hidden", "hidden", "next to a collective", "queued, without a done"],
+)
+def test_copies_to_host_memory_overlap_with_kernels(body, step):
+    """A megabyte takes 2 ms on this link to the host."""
+    cluster = dataclasses.replace(SLOW, gpu=dataclasses.replace(GPU, host_bytes_per_s=5e8))
+    found = clock("\n".join(body), cluster=cluster)
+    assert found.step_s == pytest.approx(step * MS)
+    check(found)
+
+
 def test_single_device_collectives_are_free():
     alone = "channel_id=1, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, use_global_device_ids=true, to_apply=add"
     found = clock(f"s = f32[250000] all-reduce-start(x), {alone}\n{work_()}\nROOT d = f32[250000] all-reduce-done(s)")
