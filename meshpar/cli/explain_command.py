@@ -389,6 +389,7 @@ class Explained:
 def _compile_report(
     subject: Subject, other: Subject | None, budget: Budget | None, fit_cluster: Cluster | None
 ) -> Explained:
+    from meshpar.inspect.budget import Budget
     from meshpar.inspect.comparison import Comparison
     from meshpar.inspect.pod import PodError, PodProcess
 

@@ -119,7 +119,7 @@ class PodProcess:
     @property
     def is_running(self) -> bool:
         """Whether the process can be called."""
-        return self._process.poll() is None
+        return self._running is not None and self._running.poll() is None
 
     def close(self) -> None:
         """End the process."""

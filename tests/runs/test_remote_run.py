@@ -49,7 +49,9 @@ def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, caps
     bucket, runs = request.getfixturevalue(store), {}
     for out in (f"{bucket}/runs", tmp_path / "runs"):
         for steps in (4, 6):
-            outcome = run(tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2), out=out, devices=jax.devices()[:2])
+            outcome = run(
+                tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2), out=out, devices=jax.devices()[:2]
+            )
             assert outcome.summary["steps_taken"] == (4 if steps == 4 else 2)
         runs[out] = outcome.folder
     there, here = runs.values()
