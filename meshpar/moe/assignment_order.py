@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.collectives.wire import varying_alike
+from meshpar.layers.remat import MATMUL
 from meshpar.moe.routing import assign_slots
 
 
@@ -86,7 +88,8 @@ def weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array
     Weights of assignments without a position are ignored, even if they are NaN.
     """
     rows, weights = varying_alike((), rows, weights)
-    return _weighted_sum(rows, weights, order)
+    # The gradient of the weights needs the rows. Without them, the backward pass would run the experts again.
+    return _weighted_sum(checkpoint_name(rows, MATMUL), weights, order)
 
 
 @jax.custom_vjp

@@ -23,6 +23,7 @@ from meshpar.hardware.compile_target import GPUS, KernelChoice, target
 from meshpar.hardware.grouped_kernels import GroupedKernels, grouped_kernels, has_triton
 from meshpar.layers.fp8_dot import FORWARD, GRADIENT, Scaled, scaled
 from meshpar.layers.precision import BY_ROW, check_narrow, check_wide, matmul_here
+from meshpar.layers.remat import MATMUL
 from meshpar.layers.scan import LoraWeight
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
@@ -32,6 +33,8 @@ from meshpar.sharding.errors import check_cases, check_choice, check_positive_in
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
 IMPLEMENTATIONS = ("auto", "blocked", "tokamax")
+PAST_TYPICAL = "past_typical_rows"
+"""Named scope of loops over rows past `typical_rows`. Predictions assume that they have no iterations."""
 COUNTED = TraceOption[bool]("counted_grouped_matmuls")
 """True if FLOPs are counted in the trace: "auto" is then `blocked`, whose FLOPs are those of the actual rows."""
 
@@ -206,7 +209,10 @@ def grouped_swiglu(
     The blocked implementation is a single loop over blocks, so the hidden activations of only one block exist at a
     time. For the backward pass the first loop of `grouped_matmul` saves the products with gate and up, and its second
     loop recomputes them. Without `typical_rows` all are saved. Forward and backward take nine matmuls per saved row and
-    eleven per recomputed row.
+    eleven per recomputed row. With tokamax, windows of 5/4 of `typical_rows` rows replace the blocks: the first window
+    is saved, and a loop computes further windows if they have rows. Each window rounds its gradient of the weights.
+
+    For `jax.checkpoint`, the saved products have the name `meshpar.layers.remat.MATMUL`.
 
     Args:
       rows: sorted by group.
@@ -230,26 +236,45 @@ def grouped_swiglu(
     check_cases(SWIGLU, f"use biases {[x.shape for x in biases or ()]}", "wrong-shape", case)
     is_even = _is_even(group_sizes, num_rows) and options.fp8_recipe is None
     is_adapted = any(isinstance(weight, LoraWeight) for weight in (gate, up, down))
-    if options.implementation == "tokamax" or num_rows == 0 or is_even or is_adapted:
-
-        def product(rows: jax.Array, weight: jax.Array | LoraWeight) -> jax.Array:
-            if not isinstance(weight, LoraWeight):
-                return _multiply(rows, weight, group_sizes, options)
-            full, unquantized = _multiply(rows, weight.weight, group_sizes, options), options._replace(fp8_recipe=None)
-            low_rank = _multiply(rows, weight.a, group_sizes, unquantized)
-            low_rank = _multiply(low_rank, weight.b, group_sizes, unquantized)
-            return full + (weight.scale * low_rank).astype(rows.dtype)
-
-        def linear(rows: jax.Array, weight: jax.Array | LoraWeight, index: int) -> jax.Array:
-            y = product(rows, weight)
-            return y if biases is None else y + _bias_of_rows(biases[index], group_sizes, y)
-
-        return linear(ACTIVATIONS[activation](linear(rows, gate, 0), linear(rows, up, 1)), down, 2)
+    weights: tuple[_Linear, ...] = tuple(zip((gate, up, down), biases or [None] * 3, strict=True))
+    window = _window_rows(num_rows, typical_rows)
+    is_windowed = options.implementation == "tokamax" and window < num_rows and not is_even
+    if not is_windowed and (options.implementation == "tokamax" or num_rows == 0 or is_even or is_adapted):
+        gate_and_up = _named(_hidden_of(options, rows, weights[:2], group_sizes))
+        return _output_of(options, gate_and_up, weights[2], group_sizes)
+    leaves, tree = jax.tree.flatten(weights)
+    rows, sizes, *leaves = varying_alike((), rows, jnp.asarray(group_sizes, jnp.int32), *leaves)
+    weights = jax.tree.unflatten(tree, leaves)
+    if is_windowed:
+        return _windowed_swiglu(_Windows(window, options), rows, weights, sizes)
     with jax.named_scope(SWIGLU):
-        weights, tree = jax.tree.flatten(tuple(zip((gate, up, down), biases or [None] * 3, strict=True)))
-        rows, sizes, *weights = varying_alike((), rows, jnp.asarray(group_sizes, jnp.int32), *weights)
-        plan = _Plan.of(num_rows, gate.shape[0], options)
-        return _blocked_swiglu(plan, rows, jax.tree.unflatten(tree, weights), sizes)
+        return _blocked_swiglu(_Plan.of(num_rows, gate.shape[0], options), rows, weights, sizes)
+
+
+def _linear_of(options: _Options, rows: jax.Array, weight: _Linear, sizes: Any) -> jax.Array:
+    """Multiply rows by the matrix or low-rank pair of their group, and add its bias."""
+    matrix, bias = weight
+    if isinstance(matrix, LoraWeight):
+        y, unquantized = _multiply(rows, matrix.weight, sizes, options), options._replace(fp8_recipe=None)
+        low_rank = _multiply(_multiply(rows, matrix.a, sizes, unquantized), matrix.b, sizes, unquantized)
+        y = y + (matrix.scale * low_rank).astype(rows.dtype)
+    else:
+        y = _multiply(rows, matrix, sizes, options)
+    return y if bias is None else y + _bias_of_rows(bias, sizes, y)
+
+
+def _hidden_of(options: _Options, rows: jax.Array, weights: tuple[_Linear, ...], sizes: Any) -> tuple[jax.Array, ...]:
+    """Return the products with gate and up."""
+    return tuple(_linear_of(options, rows, weight, sizes) for weight in weights)
+
+
+def _output_of(options: _Options, hidden: tuple[jax.Array, ...], down: _Linear, sizes: Any) -> jax.Array:
+    return _linear_of(options, ACTIVATIONS[options.activation](*hidden), down, sizes)
+
+
+def _named(products: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    # Policies of `jax.checkpoint` recognize plain matmuls only, and not kernels or loops.
+    return tuple(checkpoint_name(x, MATMUL) for x in products)
 
 
 def _is_even(group_sizes: Any, num_rows: int) -> bool:
@@ -391,8 +416,10 @@ def _loop(
     carry = repeat(0, plan.static_blocks, step, tuple(varying_alike((), sizes, *init)[1:]))
     if plan.static_blocks == plan.max_blocks:
         return carry
-    last_step = unsaved_step if unsaved_step and plan.static_blocks else step
-    return repeat(plan.static_blocks, block_ends[-1], last_step, carry)
+    if not plan.static_blocks:
+        return repeat(0, block_ends[-1], step, carry)
+    with jax.named_scope(PAST_TYPICAL):
+        return repeat(plan.static_blocks, block_ends[-1], unsaved_step or step, carry)
 
 
 def _late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -523,9 +550,7 @@ def _blocked_swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array
 
 def _blocked_swiglu_forward(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array) -> tuple:
     out, *hidden = _swiglu(plan, rows, weights, sizes, saves=True)
-    # The policy of `jax.checkpoint` does not apply to results of a loop, unless they have a name.
-    rows, *hidden = (checkpoint_name(x, SWIGLU) for x in (rows, *hidden))
-    return out, (rows, weights, sizes, hidden)
+    return out, (rows, weights, sizes, _named(tuple(hidden)))
 
 
 def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tuple:
@@ -559,6 +584,100 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
 
 
 _blocked_swiglu.defvjp(_blocked_swiglu_forward, _blocked_swiglu_backward)
+
+
+# ---- SwiGLU in windows -----------------------------------------------------------------------------------------------
+
+
+class _Windows(NamedTuple):
+    """Static description of windows of consecutive rows. The last window overlaps the window before it."""
+
+    size: int
+    options: _Options
+
+    def hidden(self, rows: jax.Array, weights: tuple[_Linear, ...], sizes: jax.Array) -> tuple[jax.Array, ...]:
+        return _hidden_of(self.options, rows, weights, sizes)
+
+    def output(self, hidden: tuple[jax.Array, ...], down: _Linear, sizes: jax.Array) -> jax.Array:
+        return _output_of(self.options, hidden, down, sizes)
+
+    def group_sizes(self, sizes: jax.Array, begin: jax.Array | int) -> jax.Array:
+        """Return the rows of each group in the window of rows that starts at `begin`."""
+        ends = jnp.clip(jnp.cumsum(sizes) - begin, 0, self.size)
+        return jnp.diff(ends, prepend=0)
+
+    def loop(
+        self, sizes: jax.Array, num_rows: int, step: Callable[[jax.Array, jax.Array, Any], Any], carry: Any
+    ) -> Any:
+        """Run `step(begin, first_new, carry)` for all windows with rows except the first.
+
+        The first `first_new` rows of a window belong to the window before it.
+        """
+
+        def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            index, carry = state
+            begin = jnp.minimum(index * self.size, num_rows - self.size)
+            return index + 1, step(begin, index * self.size - begin, carry)
+
+        total = jnp.sum(sizes, dtype=jnp.int32)
+        first, *leaves = varying_alike((), jnp.int32(1), *jax.tree.leaves(carry), total)[:-1]
+        carry = jax.tree.unflatten(jax.tree.structure(carry), leaves)
+        with jax.named_scope(PAST_TYPICAL):
+            return lax.while_loop(lambda state: state[0] * self.size < total, body, (first, carry))[1]
+
+
+def _window_rows(num_rows: int, typical_rows: int | None) -> int:
+    """Return the number of rows of a window: 5/4 of the typical number, as ranks rarely have a higher load."""
+    return num_rows if typical_rows is None else min(-(-5 * typical_rows // 4), num_rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _windowed_swiglu(windows: _Windows, rows: jax.Array, weights: Any, sizes: jax.Array) -> jax.Array:
+    return _windowed_swiglu_forward(windows, rows, weights, sizes)[0]
+
+
+def _windowed_swiglu_forward(windows: _Windows, rows: jax.Array, weights: Any, sizes: jax.Array) -> tuple:
+    def hidden_of(begin: jax.Array | int) -> tuple[jax.Array, ...]:
+        x = lax.dynamic_slice_in_dim(rows, begin, windows.size)
+        return windows.hidden(x, weights[:2], windows.group_sizes(sizes, begin))
+
+    def write(begin: jax.Array | int, hidden: tuple[jax.Array, ...], out: jax.Array) -> jax.Array:
+        y = windows.output(hidden, weights[2], windows.group_sizes(sizes, begin))
+        return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
+
+    hidden = hidden_of(0)
+    out = write(0, hidden, _late_zeros((len(rows), weights[2][0].shape[2]), rows, sizes))
+    out = windows.loop(sizes, len(rows), lambda begin, _, out: write(begin, hidden_of(begin), out), out)
+    return out, (rows, weights, sizes, _named(hidden))
+
+
+def _windowed_swiglu_backward(windows: _Windows, saved: tuple, grad: jax.Array) -> tuple:
+    rows, weights, sizes, saved_hidden = saved
+
+    def gradients(begin: jax.Array | int, dy: jax.Array, hidden: tuple[jax.Array, ...] | None) -> tuple[Any, Any]:
+        x, local = lax.dynamic_slice_in_dim(rows, begin, windows.size), windows.group_sizes(sizes, begin)
+        # Products that are not used are not computed: XLA deletes them.
+        computed, pull_hidden = jax.vjp(lambda x, weights: windows.hidden(x, weights, local), x, weights[:2])
+        _, pull_output = jax.vjp(lambda h, down: windows.output(h, down, local), hidden or computed, weights[2])
+        d_hidden, d_down = pull_output(dy)
+        dx, d_inward = pull_hidden(d_hidden)
+        return dx, (*d_inward, d_down)
+
+    def step(begin: jax.Array, first_new: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        d_rows, d_weights = carry
+        is_new = (jnp.arange(windows.size) >= first_new)[:, None]
+        dy = lax.dynamic_slice_in_dim(grad, begin, windows.size)
+        dx, more = gradients(begin, jnp.where(is_new, dy, jnp.zeros_like(dy)), None)
+        dx = jnp.where(is_new, dx, lax.dynamic_slice_in_dim(d_rows, begin, windows.size))
+        d_rows = lax.dynamic_update_slice_in_dim(d_rows, dx, begin, 0)
+        return d_rows, jax.tree.map(jnp.add, d_weights, more)
+
+    dx, d_weights = gradients(0, grad[: windows.size], saved_hidden)
+    d_rows = lax.dynamic_update_slice_in_dim(_late_zeros(rows.shape, rows, sizes), dx, 0, 0)
+    return *windows.loop(sizes, len(rows), step, (d_rows, d_weights)), None
+
+
+_windowed_swiglu.defvjp(_windowed_swiglu_forward, _windowed_swiglu_backward)
 
 
 # ---- tokamax ---------------------------------------------------------------------------------------------------------

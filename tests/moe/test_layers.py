@@ -20,6 +20,8 @@ import meshpar as mp
 from meshpar import moe
 from meshpar.collectives.kernel_checks import ranks_of
 from meshpar.layers.auxiliary import collecting, is_listening, report
+from meshpar.layers.precision import products
+from meshpar.layers.remat import remat_policy
 from meshpar.layers.scan import StageRunner, running
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.moe.nnx import MoE
@@ -411,6 +413,25 @@ def test_backward_pass_saves_weight_shards_only():
     temp_bytes = gradient.lower(stacked, sharded(8, SEQ, width, dim=0)).compile().memory_analysis().temp_size_in_bytes
     full_bytes = 3 * 4 * math.prod(inward)
     assert temp_bytes < full_bytes / 2
+
+
+@pytest.mark.parametrize("routing", cases({}, grid=[{}, {"capacity_factor": 1.0}]), ids=str)
+def test_minimal_remat_saves_the_products_of_experts(routing):
+    """With "minimal", the backward pass repeats no matmul. With "full", it repeats those with gate, up and router."""
+    x, weights, *_ = arrays()
+
+    def num_products(remat):
+        layer = functools.partial(moe_layer, config=config(routing=routing, grouped_matmul="blocked"))
+        saving = layer if remat is None else jax.checkpoint(layer, policy=remat_policy(remat))
+
+        def run(x, weights):
+            with mp.use_rules(mesh_of({"expert": 2}), EXPERT):
+                return (saving(x, weights)[0] ** 2).sum()
+
+        return len(list(products(jax.make_jaxpr(jax.grad(run, (0, 1)))(x, weights))))
+
+    assert num_products("minimal") == num_products(None)
+    assert num_products("full") >= num_products(None) + 3
 
 
 # ---- Precision -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshpar.collectives.attention import window_shares
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
+from meshpar.moe.grouped import PAST_TYPICAL
 
 VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 """Opcodes that return the elements of their operand, possibly with another shape, dtype or layout."""
@@ -108,6 +109,14 @@ def runs(ins: Instruction) -> tuple[str, ...]:
     return ins.called_as("calls", "to_apply") if kind in ("async", "call") else ins.called_as("calls")
 
 
+def trip_count(ins: Instruction) -> int | None:
+    """Return the number of iterations of a while loop, or None if it is unknown.
+
+    Loops over rows past the typical number of rows of experts have none.
+    """
+    return 0 if PAST_TYPICAL in ins.metadata.op_name else ins.trip_count
+
+
 def skip_views(computation: Computation, ins: Instruction) -> Instruction:
     """Return the instruction whose array `ins` is a view of, possibly through several views."""
     for _ in range(MAX_HOPS):
@@ -134,7 +143,7 @@ def _callees(module: Module, visit: Visit, ins: Instruction) -> Iterator[Visit]:
 
     if ins.opcode == "while":
         for body in ins.called_as("body"):
-            loop = Loop(ins.name, body, ins.trip_count, ins.metadata.op_name)
+            loop = Loop(ins.name, body, trip_count(ins), ins.metadata.op_name)
             yield inner(body, loops=(*visit.loops, loop))
         return
     for index, name in enumerate(names := branches(visit.computation, ins)):

@@ -16,7 +16,7 @@ from meshpar.hardware.catalogue import AttentionKernel
 from meshpar.hardware.kernel_rates import AttentionSize
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
-from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views
+from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views, trip_count
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.moe.tokamax_kernels import SCOPE
 
@@ -156,7 +156,7 @@ def _costs(module: Module) -> Callable[[str], int]:
     def cost(name: str) -> int:
         computation, total = module.computations[name], 0
         for ins in computation:
-            times = ins.trip_count if ins.opcode == "while" else 1
+            times = trip_count(ins) if ins.opcode == "while" else 1
             costs = [cost(branch) for branch in branches(computation, ins)]
             shares = window_shares(ins.metadata.op_name) if costs else None
             total += max(costs, default=0) if shares is None else round(sum(map(operator.mul, shares, costs)))

@@ -40,7 +40,7 @@ from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import Collective
 from meshpar.inspect.hlo.groups import Groups
 from meshpar.inspect.hlo.parser import Computation, Instruction, Module
-from meshpar.inspect.hlo.walk import MAX_HOPS, branches, runs
+from meshpar.inspect.hlo.walk import MAX_HOPS, branches, runs, trip_count
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.roofline import Roofline
@@ -401,7 +401,7 @@ class _Simulation:
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))
 
     def _loop(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
-        times = ins.trip_count
+        times = trip_count(ins)
         self._loops.setdefault(ins.name, None)  # reserve a position before the loops in its body
         computation = self._module.computations[ins.called_as("body")[0]]
         choices = self.schedule_counts.choices(self._module, ins.name) if self.schedule_counts is not None else None
