@@ -117,6 +117,41 @@ class StepBatch:
         )
 
 
+class StepBatches:
+    """Converts the batches of a loop with `StepBatch.of`, and checks batches of the same kind only once.
+
+    The kind is the tree structure with the shape, dtype and sharding of each leaf. Batches with a leaf that
+    `StepBatch.of` converts (a scalar, a key, an array with a different sharding) are checked each time.
+    """
+
+    def __init__(self, sharding: NamedSharding, rules: Rules, num_parts: int, unit: str) -> None:
+        self._args = sharding, rules, num_parts, unit
+        self._checked: dict[Any, PyTree] = {}
+        """The field `full` of checked kinds whose leaves are all sharded, so that it has no arrays."""
+
+    def of(self, batch: PyTree) -> StepBatch:
+        """Return `StepBatch.of(batch, ...)`."""
+        leaves, structure = jax.tree.flatten(batch)
+        kinds = tuple(map(_kind, leaves))
+        if (structure, kinds) in self._checked:
+            return StepBatch(batch, self._checked[structure, kinds])
+        result = StepBatch.of(batch, *self._args)
+        converted = jax.tree.leaves(result.examples)
+        is_unchanged = len(converted) == len(leaves) and all(x is y for x, y in zip(converted, leaves, strict=True))
+        if is_unchanged and None not in kinds and not isinstance(batch, StepBatch):
+            self._checked[structure, kinds] = result.full
+        return result
+
+
+def _kind(x: Any) -> tuple[Any, ...] | None:
+    """Return the properties of a leaf that `StepBatch.of` reads, or None unless it is a concrete array."""
+    if isinstance(x, np.ndarray):
+        return type(x), x.shape, x.dtype
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return x.shape, x.dtype, x.sharding, x.committed
+    return None
+
+
 def as_given(batch: PyTree) -> PyTree:
     """Convert a `StepBatch`, or a part of it, back to the structure of the user's batch."""
     if not isinstance(batch, StepBatch):

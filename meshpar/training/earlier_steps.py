@@ -40,11 +40,18 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
     """
     reason, fix = "it contains no `finite`", 'pass the metrics of mp.train_step(loss_fn, nonfinite="raise")'
     check_cases("check_finite(metrics)", "check them", "missing-argument", ("finite" not in metrics, reason, fix))
-    if not bool(np.asarray(metrics["finite"])):
-        values = ", ".join(f"{name} {float(np.asarray(metrics[name]))}" for name in ("loss", "grad_norm"))
+    if not bool(to_host(metrics["finite"])):
+        values = ", ".join(f"{name} {float(to_host(metrics[name]))}" for name in ("loss", "grad_norm"))
         reason = f"the gradients are not finite ({values}), so the update was skipped"
         fix = "check the batch, lower the learning rate or clip gradients; or use nonfinite='skip'"
         raise problem("the training step", "update the parameters", reason, fix, code="not-finite")
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Wait for a metric and return it as a NumPy array."""
+    if isinstance(x, jax.Array) and x.is_fully_replicated:
+        x = x.addressable_data(0)  # NumPy converts an array of one device in a tenth of the time
+    return np.asarray(x)
 
 
 class EarlierSteps:
@@ -69,15 +76,21 @@ class EarlierSteps:
         if step is not self._last:
             self._metrics.clear()
         self._last = new_step
-        self._metrics.append({name: metrics[name] for name in _NAMES if name in metrics})
+        self._metrics.append(dict(metrics))
         while len(self._metrics) > STEPS_IN_FLIGHT + 1:
             self._check(self._metrics.popleft())
+
+    def replace(self, metrics: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Check the `values` of metrics that the caller has read, instead of reading them again."""
+        for index, earlier in enumerate(self._metrics):
+            if earlier["loss"] is metrics["loss"]:
+                self._metrics[index] = values
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
         if self._raises:
             check_finite(metrics)
         if not self._has_warned and LOST_UPDATES in metrics:
-            share = float(np.asarray(metrics[LOST_UPDATES]))
+            share = float(to_host(metrics[LOST_UPDATES]))
             if share >= MIN_REPORTED_LOSS:
                 self._has_warned = True
                 warnings.warn(
@@ -87,6 +100,3 @@ class EarlierSteps:
                     "mp.optim.stochastic_rounding. The metric `lost_updates` has the share of each step.",
                     stacklevel=5,
                 )
-
-
-_NAMES = ("finite", "loss", "grad_norm", LOST_UPDATES)

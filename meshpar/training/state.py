@@ -280,15 +280,22 @@ class TrainState:
 
 def check_state(where: str, state: object) -> None:
     """Check that `state` is a `TrainState` with live buffers."""
-    reason, fix = (
-        f"it is a {type(state).__name__}",
-        "pass the TrainState that mp.init_state(...) or the previous step returned",
-    )
-    check_cases(where, "use the training state", "wrong-type", (not isinstance(state, TrainState), reason, fix))
-    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    reason = "its buffers were deleted or donated: a training step donates the buffers of its input state"
-    fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
-    check_cases(where, "use this state", "deleted", (any(x.is_deleted() for x in arrays), reason, fix))
+    if not isinstance(state, TrainState):
+        fix = "pass the TrainState that mp.init_state(...) or the previous step returned"
+        raise problem(where, "use the training state", f"it is a {type(state).__name__}", fix, code="wrong-type")
+    if _has_deleted(jax.tree.leaves(state)):
+        reason = "its buffers were deleted or donated: a training step donates the buffers of its input state"
+        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
+        raise problem(where, "use this state", reason, fix, code="deleted")
+
+
+def _has_deleted(leaves: list[Any]) -> bool:
+    """Return whether a buffer was deleted. Each step calls this function, because jax 0.10 crashes on such arrays."""
+    try:
+        return any([leaf.is_deleted() for leaf in leaves])  # noqa: C419 - faster than a generator
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # NumPy, abstract or traced arrays
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+        return any(array.is_deleted() for array in arrays)
 
 
 def make_setup(

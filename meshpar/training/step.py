@@ -15,7 +15,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
 
 import jax
@@ -37,7 +37,7 @@ from meshpar.layers.remat import check_remat
 from meshpar.optim.orthogonalized import UPDATES
 from meshpar.optim.rounding import lost_updates
 from meshpar.optim.stacked_layers import check_stacks
-from meshpar.parallel.batch import StepBatch
+from meshpar.parallel.batch import StepBatch, StepBatches
 from meshpar.parallel.execution import Execution, StageUses
 from meshpar.sharding.context import Boundaries, clear_context_mesh, tracing
 from meshpar.sharding.errors import MeshparError, problem
@@ -52,7 +52,7 @@ from meshpar.training.checks import (
     check_precision_rules,
     may_move_activations,
 )
-from meshpar.training.earlier_steps import LOST_UPDATES, EarlierSteps
+from meshpar.training.earlier_steps import LOST_UPDATES, EarlierSteps, to_host
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_setup, describe, engine_of_setup
 from meshpar.training.independence import REFUSALS, check_parts
@@ -73,6 +73,8 @@ class _Program(abc.ABC):
     def __init__(self, xla: Options, parts: tuple[int, str] = (1, "micro-steps")) -> None:
         self._xla, self._parts = xla, parts
         self._programs: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
+        self._batches: weakref.WeakKeyDictionary[Setup, StepBatches] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[Setup, tuple[Any, StepBatches]] = weakref.WeakKeyDictionary()
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         """Return the XLA options for the devices of a setup, including the user's."""
@@ -89,7 +91,10 @@ class _Program(abc.ABC):
         """Return the jitted function, and the batch in the form that it expects."""
         check_state("step(state, batch)", state)
         setup = state.setup
-        batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations, *self._parts)
+        if (batches := self._batches.get(setup)) is None:
+            batches = StepBatches(setup.batch_sharding, setup.strategy.activations, *self._parts)
+            self._batches[setup] = batches
+        batch = batches.of(batch)
         if setup not in self._programs:
             check_options(self._xla)
             traced: list[Boundaries] = []
@@ -111,11 +116,22 @@ class _Program(abc.ABC):
     def _may_constrain_outputs(self, setup: Setup) -> bool:
         return setup.model.kind != "functions" and may_move_activations(setup)
 
-    @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        if not jax.sharding.get_abstract_mesh().empty:  # a `with` in each call would cost as much as the checks
+            with clear_context_mesh():
+                return self(state, batch)
         check_not_forked("a step", "run it")
-        program, batch = self._prepare(state, batch)
-        return program(state, batch)
+        check_state("step(state, batch)", state)
+        if (call := self._calls.get(state.setup)) is None:
+            call = self._begin(state, batch)
+        program, batches = call
+        return program(state, batches.of(batch))
+
+    def _begin(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatches]:
+        """Prepare the first call for a setup."""
+        self._prepare(state, batch)
+        self._calls[state.setup] = call = self._programs[state.setup], self._batches[state.setup]
+        return call
 
     @clear_context_mesh()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
@@ -134,7 +150,6 @@ class TrainStep(_Program):
     def __init__(self, loss_fn: LossFn, options: StepOptions) -> None:
         super().__init__(options.xla, options.batch_parts)
         self.loss_fn, self.options = loss_fn, options
-        self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
         self._earlier: weakref.WeakKeyDictionary[Setup, EarlierSteps] = weakref.WeakKeyDictionary()
         self._kernels: weakref.WeakKeyDictionary[Setup, dict[str, Kernels]] = weakref.WeakKeyDictionary()
         self._stage_uses: weakref.WeakKeyDictionary[Setup, dict[str, StageUses | None]] = weakref.WeakKeyDictionary()
@@ -210,20 +225,26 @@ class TrainStep(_Program):
     def _may_constrain_outputs(self, setup: Setup) -> bool:
         return not describe(setup, self.options).is_by_device and super()._may_constrain_outputs(setup)
 
-    @clear_context_mesh()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        check_not_forked("a step", "run it")
-        program, batch = self._prepare(state, batch)
-        if state.setup not in self._called:
-            self._called.add(state.setup)
-            jaxpr = program.trace(state, batch).jaxpr.jaxpr  # jit reuses this trace for the call
-            wide = high_precision_ops(jaxpr, self.options.precision.compute, state.setup.strategy.activations.dtypes)
-            if wide is not None:
-                warnings.warn(f"{wide.message}. To change it, {wide.fix}.", stacklevel=3)
-        earlier = self._earlier.setdefault(state.setup, EarlierSteps(raises=self.options.nonfinite == "raise"))
-        new, metrics = program(state, batch)
-        earlier.add(state.step, new.step, metrics)
+        new, metrics = super().__call__(state, batch)
+        self._earlier[state.setup].add(state.step, new.step, metrics)
         return new, metrics
+
+    def read(self, metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Wait for metrics that this step has returned, and return their values. The step does not read them again."""
+        values = {name: to_host(x) for name, x in metrics.items()}
+        for earlier in self._earlier.values():
+            earlier.replace(metrics, values)
+        return values
+
+    def _begin(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatches]:
+        program, step_batch = self._prepare(state, batch)
+        jaxpr = program.trace(state, step_batch).jaxpr.jaxpr  # jit reuses this trace for the call
+        wide = high_precision_ops(jaxpr, self.options.precision.compute, state.setup.strategy.activations.dtypes)
+        if wide is not None:
+            warnings.warn(f"{wide.message}. To change it, {wide.fix}.", stacklevel=4)
+        self._earlier[state.setup] = EarlierSteps(raises=self.options.nonfinite == "raise")
+        return super()._begin(state, batch)
 
     def _step(
         self, traced: list[Boundaries], state: TrainState, batch: StepBatch

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.parallel.batch import StepBatch, StepBatches, batch_sharding
 from tests.equal import mesh_of
 from tests.errors import raises
 
@@ -191,3 +192,23 @@ def test_arrays_on_devices_in_another_layout_are_resharded(explicit):
     step.lower(state, like)
     _, metrics = step(state, replicated)
     assert float(metrics["loss"]) > 0
+
+
+def test_batches_of_a_kind_are_checked_once(monkeypatch):
+    mesh = mesh_of(mp.MeshSpec(fsdp=8))
+    sharding, checked, check = batch_sharding(mesh, FSDP), [], StepBatch.of
+    monkeypatch.setattr(StepBatch, "of", lambda x, *args: checked.append(x) or check(x, *args))
+    batches = StepBatches(sharding, FSDP.activations, 1, "micro-steps")
+    host = {"x": np.zeros((16, 4), np.float32), "y": None}
+    devices = {"x": mp.shard_batch(host["x"], mesh, FSDP), "y": None}
+    replicated = {"x": jax.device_put(host["x"], NamedSharding(mesh, P())), "y": None}
+    kinds = [host, devices, {"x": host["x"].astype(np.int8), "y": None}, {"x": host["x"][:8], "y": None}, host["x"]]
+    for batch in kinds * 2:
+        result, expected = batches.of(batch), check(batch, sharding, FSDP.activations)
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        assert all(x is y for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True))
+    assert len(checked) == len(kinds)
+    for batch in [replicated, {"x": host["x"], "y": np.float32(1)}] * 2:  # leaves that are converted in each step
+        result = batches.of(batch)
+        assert result.examples["x"] is host["x"] or result.examples["x"].sharding == sharding
+    assert len(checked) == len(kinds) + 4

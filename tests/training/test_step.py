@@ -440,13 +440,19 @@ def test_input_state_is_donated():
     assert state.params["up"].is_deleted()
 
 
-@pytest.mark.parametrize("again", ["step", "evaluate", "bound", "load_params"])
+def called_twice(step, state):
+    step(state.setup.init(0), make_batch(0))
+    return step(state, make_batch(0))
+
+
+@pytest.mark.parametrize("again", ["step", "second call", "evaluate", "bound", "load_params"])
 def test_donated_state_is_an_error(again):
     """The CPU client of jax would abort the process."""
     used, new = make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
     used.params["up"].delete()
     calls = {
         "step": lambda state: mp.train_step(loss_fn)(state, make_batch(0)),
+        "second call": lambda state: called_twice(mp.train_step(loss_fn), state),
         "evaluate": lambda state: mp.eval_step(loss_fn)(state, make_batch(0)),
         "bound": lambda state: state.bound(),
         "load_params": lambda state: mp.load_params(state, new.params),
@@ -454,6 +460,22 @@ def test_donated_state_is_an_error(again):
     for state in (used, new.replace(params=used.params)):  # the second shares only the parameters
         with pytest.raises(mp.MeshparError, match=r"deleted or donated.*`state, metrics = step\(state, batch\)`"):
             calls[again](state)
+
+
+def test_later_batches_are_checked():
+    step, state = mp.train_step(loss_fn), make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    for _ in range(2):
+        state, _ = step(state, make_batch(0))
+    for code, batch in {
+        "indivisible": make_batch(0, 12),
+        "wrong-dtype": {**make_batch(0), "x": np.full((ROWS, 8), "text")},
+        "wrong-shape": {**make_batch(0), "x": np.zeros((ROWS // 2, 8), np.float32)},
+    }.items():
+        with raises(code, "batch leaf"):
+            step(state, batch)
+    with raises("wrong-type", "step(state, batch)"):
+        step(state.params, make_batch(0))
+    assert int(step(state, make_batch(0))[0].step) == 3
 
 
 def test_step_accepts_several_setups_and_batch_sizes():
