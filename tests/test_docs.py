@@ -55,7 +55,7 @@ def test_table_of_extensions_names_files() -> None:
 
 def test_topics_have_a_picture_that_a_script_draws() -> None:
     """Scripts are docs/pictures.py, tests/tools/report_picture.py and the notebooks."""
-    drawn = {"report", *PICTURES, *(notebook.stem for notebook in (ROOT / "notebooks").glob("*.ipynb"))}
+    drawn = {"report", "report_page", *PICTURES, *(notebook.stem for notebook in (ROOT / "notebooks").glob("*.ipynb"))}
     for page in TOPICS:
         names = re.findall(r"!\[[^]]+\]\(images/([^)]+)\.\w+\)", page.read_text())
         assert names, page

@@ -127,10 +127,12 @@ def explain(
         result = _compile_report(subject, other, limits, subject.fit_cluster() if fit else None)
     print_report(result, as_json=as_json)
     if html:
-        from meshpar.inspect.render import as_page
+        from meshpar.inspect.page import as_page
 
         title = f"meshpar explain {subject.recipe.name}"
-        page = as_page(result.report, title=title, pictures=_plots(result), more=result.sections)
+        reports = result.reports
+        pictures = [_plots(label, report) for label, report in reports]
+        page = as_page(reports, title=title, pictures=pictures, more=result.sections)
         Path(html).write_text(page, encoding="utf-8")
     if save_budget:
         Budget.of(result.report, subject.recipe.name, _arguments()).save(save_budget)
@@ -364,6 +366,13 @@ class Explained:
         return {**self.report.to_json(), **more}
 
     @property
+    def reports(self) -> list[tuple[str, Report]]:
+        """The report and the second report of a comparison, with their labels."""
+        if self.comparison is None:
+            return [(self.report.strategy, self.report)]
+        return [*zip(self.comparison.labels, (self.report, self.comparison.second), strict=True)]
+
+    @property
     def sections(self) -> list[Any]:
         from meshpar.inspect.render import Cell, Section
 
@@ -424,23 +433,16 @@ def _label(subject: Subject, other: Subject) -> str:
     return str(subject.recipe.strategy)
 
 
-def _plots(result: Explained) -> dict[str, str]:
+def _plots(label: str, report: Report) -> dict[str, str]:
     """Return caption -> plot, as SVG text."""
     import io
 
     from meshpar import plots
 
-    report = result.report
-    reports = {report.strategy: report}
-    if result.comparison is not None:
-        first, second = result.comparison.labels
-        reports = {first: report, second: result.comparison.second}
     figures = {
-        "Bytes over each axis": plots.axes_bytes(reports),
-        "Memory": plots.memory({k: r.memory for k, r in reports.items()}),
+        "Bytes over each axis": plots.axes_bytes({label: report}),
+        "Memory": plots.memory({label: report.memory}),
     }
-    if report.timeline is not None:
-        figures["One layer, simulated"] = plots.timeline(report.timeline)
 
     def svg(figure: Any) -> str:
         buffer = io.StringIO()

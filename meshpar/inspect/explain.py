@@ -225,6 +225,7 @@ def _explain(
         stages=None if execution.pipeline is None else stages(execution, times, program.module, kernels),
         timeline=times,
         program=program,
+        shardings=setup.table,
     )
 
 

@@ -62,7 +62,7 @@ class Cell:
         names = " ".join(filter(None, (*classes, self.style, "" if self.share is None else "bar")))
         style = "" if self.share is None else f' style="background-size:{min(max(self.share, 0), 1):.1%} 70%"'
         attribute = f' class="{names}"' if names else ""
-        return f"<{tag}{attribute}{style}>{_escaped(self.text)}</{tag}>"
+        return f"<{tag}{attribute}{style}>{escaped(self.text)}</{tag}>"
 
 
 Text: TypeAlias = Cell | str
@@ -113,10 +113,10 @@ class Table:
 
     def html(self) -> str:
         """Return the table as HTML. Rows beyond `most` are folded."""
-        text = f"<h3>{_escaped(self.title)}</h3>" if self.title else ""
+        text = f"<h3>{escaped(self.title)}</h3>" if self.title else ""
         text += self._html(self.rows[: self.most])
         if self.is_cut:
-            summary = f"{len(self.rows) - self.most:,} {_escaped(self.rest)}"
+            summary = f"{len(self.rows) - self.most:,} {escaped(self.rest)}"
             text += f"<details><summary>{summary}</summary>{self._html(self.rows[self.most :])}</details>"
         return text
 
@@ -149,7 +149,7 @@ class Section:
 
     def html(self) -> str:
         """Return the section as HTML."""
-        heading = _escaped(self.title) + ("" if self.verdict is None else self.verdict.html())
+        heading = escaped(self.title) + ("" if self.verdict is None else self.verdict.html())
         parts = (f"<p>{part.html()}</p>" if isinstance(part, Cell) else part.html() for part in self.parts)
         return "\n".join((f"<h2>{heading}</h2>", *parts))
 
@@ -667,31 +667,21 @@ background-position:left center;background-origin:content-box}
 .meshpar summary{cursor:pointer;opacity:.75}
 .meshpar img{max-width:min(100%,900px);max-height:480px;background:#fff;border-radius:6px;margin:.4em 0}
 """
-_PAGE_CSS = ":root{color-scheme:light dark}body{margin:2em auto;padding:0 1.2em;max-width:1200px}"
 
 
-def as_html(report: AnyReport, *, pictures: Mapping[str, str] | None = None, more: Iterable[Section] = ()) -> str:
-    """Return the report as a self-contained HTML fragment, with SVG pictures by caption and further sections."""
+def as_html(report: AnyReport, *, pictures: Mapping[str, str] | None = None, views: str = "") -> str:
+    """Return the report as a self-contained HTML fragment, with the HTML `views` and SVG pictures by caption."""
     cells = [f"<p>{cell.html()}</p>" for cell in headline(report)]
     # Pictures are images, because the ids of inline SVGs would clash.
     images = [
-        f'<h3>{_escaped(caption)}</h3><img alt="{_escaped(caption)}" '
+        f'<h3>{escaped(caption)}</h3><img alt="{escaped(caption)}" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
         for caption, svg in (pictures or {}).items()
     ]
-    body = (section.html() for section in (*sections(report), *more))
-    return "\n".join(['<div class="meshpar">', f"<style>{_CSS}</style>", *cells, *images, *body, "</div>"])
+    body = (section.html() for section in sections(report))
+    return "\n".join(['<div class="meshpar">', f"<style>{_CSS}</style>", *cells, views, *images, *body, "</div>"])
 
 
-def as_page(report: StepData, *, title: str, **contents: Any) -> str:
-    """Return the report as a self-contained HTML page. `contents` are further arguments of `as_html`."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escaped(title)}</title><style>{_PAGE_CSS}</style></head>\n"
-        f"<body>\n{as_html(report, **contents)}\n</body></html>\n"
-    )
-
-
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return text for HTML, without control codes."""
     return html.escape(_printable(text), quote=True)

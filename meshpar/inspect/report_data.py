@@ -18,6 +18,7 @@ from meshpar.inspect.stage_summary import Stages
 from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.inspect.timeline.step_prediction import Compute, Overlap
 from meshpar.sharding.printing import Plain, plain
+from meshpar.training.sharding_table import ShardingTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ class StepData(ProgramData):
     """Kernels of a program for GPUs of the catalogue, merged by kind, implementation, dtypes and reason."""
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
+    shardings: ShardingTable | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The sharding of the training state. Not part of the JSON."""
     unit: ClassVar[str] = "step"
     """Unit to which counts and times refer: a training step."""
 

@@ -179,9 +179,10 @@ def test_text_and_html_compare_two_strategies(explain, recipe, tmp_path):
     assert not any(line.endswith(" ") for line in out.splitlines())
     html = page.read_text()
     assert html.startswith("<!doctype html>")
-    assert html.count("<img ") == 2
+    assert html.count("<img ") == 4
     assert "Side by side" in html
-    assert not re.findall(r"<script|https?://", html)  # the page loads no other files
+    assert html.count('class="meshpar" data-report=') == 2
+    assert not re.findall(r"https?://(?!www.w3.org/2000/svg)", html)  # the page loads no other files
 
 
 @pytest.mark.matrix

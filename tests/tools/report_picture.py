@@ -1,12 +1,17 @@
-"""Draw docs/images/report.svg: `explain`'s report of a decoder for eight H100s, with a number next to each part.
+"""Draw the pictures of `explain`'s report of a decoder for eight H100s: the numbered text, and the HTML page.
 
-Run `python -m tests.tools.report_picture docs/images/report.svg`. It needs the `aot` extra.
+    python -m tests.tools.report_picture docs/images/report.svg
+    python -m tests.tools.report_picture docs/images/report_page.png    # needs a Chromium browser on the PATH
+
+It needs the `aot` extra.
 """
 
 from __future__ import annotations
 
 import html
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -15,8 +20,10 @@ import optax
 from rich.console import Console
 
 import meshpar as mp
+from meshpar.inspect.page import as_page
 from meshpar.inspect.report import Report
 from meshpar.models import TransformerConfig, next_token_loss
+from tests.tools.browser import BROWSER
 
 NUM_COLUMNS = 120
 FONT_PX, LINE_PX, COLUMN_PX, MARGIN_PX = 13, 17, 7.83, 44
@@ -75,5 +82,19 @@ def svg(lines: list[str]) -> str:
     ])  # fmt: skip
 
 
+def photograph(file: Path) -> None:
+    """Write a screenshot of the first views of the page."""
+    compiled = report()
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(as_page([(compiled.strategy, compiled)], title="explain"))
+        options = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,680", f"--user-data-dir={folder}")
+        subprocess.run([BROWSER, *options, f"--screenshot={file.absolute()}", page.as_uri()], check=True)
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(svg(lines_of(report())))
+    picture = Path(sys.argv[1])
+    if picture.suffix == ".png":
+        photograph(picture)
+    else:
+        picture.write_text(svg(lines_of(report())))
