@@ -1,16 +1,13 @@
 """The index of a checkpoint, which proves that its arrays are unchanged, and reading without a model.
 
 The item `run` of a checkpoint is JSON with a checksum: format, versions, step, data position; shape, dtype and
-fingerprint of each array. Fingerprints are computed on the devices before a save and after a restore. They detect
-flipped bits in data files and items from different saves, which orbax does not. The step in `run` detects a folder that
-was renamed.
+fingerprint of each array. Fingerprints are computed before a save and after a restore. They detect flipped bits in data
+files and items from different saves, which orbax does not. The step in `run` detects a folder that was renamed.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.loop import orbax_workarounds
+from meshpar.loop.fingerprints import fingerprints_of
 from meshpar.optim.averages import averages_of, schedule_free_iterate, schedule_free_of
 from meshpar.sharding import remote
 from meshpar.sharding.errors import MeshparError, problem
@@ -241,45 +237,6 @@ def concrete_mesh(setup: Setup) -> Mesh:
         reason = "the mesh is abstract: it has no devices"
         raise problem("checkpoint", "read it onto this mesh", reason, "use MeshSpec.build()", code="abstract-mesh")
     return setup.mesh
-
-
-# ---- Fingerprints ----------------------------------------------------------------------------------------------------
-
-
-def fingerprints_of(leaves: Mapping[str, jax.Array], mesh: Mesh) -> list[int]:
-    """Return a 32-bit fingerprint per array. It is independent of the sharding and equal on all processes."""
-    return np.asarray(_fingerprint_program(mesh)(list(leaves.values()))).tolist()
-
-
-@functools.lru_cache(maxsize=8)
-def _fingerprint_program(mesh: Mesh) -> Any:
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda arrays: jnp.stack([_fingerprint(x) for x in arrays]), out_shardings=replicated)
-
-
-def _fingerprint(x: jax.Array) -> jax.Array:
-    """Sum the words of an array, each multiplied by an odd number that depends on its position, modulo 2^32.
-
-    Odd factors are invertible, so a change of a single word always changes the sum. Integer sums are independent of
-    the order of summation, and therefore of the mesh.
-    """
-    words = _words(jax.device_put(x, jax.memory.Space.Device))  # offloaded optimizer state is in host memory
-    position = jnp.zeros(words.shape, jnp.uint32)
-    for dim in range(words.ndim):
-        stride = np.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
-        position += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * stride
-    factor = (position * np.uint32(2654435761)) | np.uint32(1)
-    return jnp.sum(words * factor, dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32; an 8-byte element becomes two words in a new last dim."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([_words(x.real), _words(x.imag)])
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
 
 
 # ---- Multiple processes ----------------------------------------------------------------------------------------------
