@@ -4,8 +4,8 @@ A fingerprint is the sum of the words of an array, each multiplied by an odd num
 2^32. Odd factors are invertible, so a change of a single word always changes the sum. Integer sums are independent of
 the order of summation, and therefore of the sharding and of the processes.
 
-Accelerators run a compiled program. On CPU devices, NumPy reads the buffers of the arrays block by block in threads. XLA's
-program for CPUs would compute each replica again, and its loops are not vectorized.
+Accelerators run a compiled program. On CPU devices, NumPy reads the buffers of the arrays block by block in threads.
+XLA's program for CPUs would compute each replica again, and its loops are not vectorized.
 """
 
 from __future__ import annotations
