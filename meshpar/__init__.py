@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshpar.layers.scan import Aux, scan_layers
     from meshpar.loop import hooks
     from meshpar.loop.checkpoint import Checkpoints
+    from meshpar.loop.diff import diff
     from meshpar.loop.fit import fit
     from meshpar.loop.verify import verify
     from meshpar.optim.averages import ema
@@ -74,7 +75,7 @@ select_cpu_without_nvidia()
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "MeanLoss", "MeshSpec", "MeshparError", "Muon", "Optax", "Precision", "Quantize",
     "Recipe", "Rules", "Sample", "StepOptions", "SumLoss", "__version__", "abstract_state", "bench", "check_finite",
-    "collectives", "constrain", "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_params",
+    "collectives", "constrain", "context_parallel", "custom", "data", "ddp", "diff", "ema", "ema_params", "eval_params",
     "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "fit_memory", "from_functions", "from_linen",
     "from_nnx", "fsdp", "hooks", "hsdp", "init_state", "inspect", "interop", "load_params", "lora", "models", "moe",
     "muon", "names", "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts",

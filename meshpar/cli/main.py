@@ -137,6 +137,7 @@ COMMANDS = {
     "checkpoint": "List, inspect, verify and export checkpoints of a run, without its recipe.",
     "trace": "Read a profile of training steps and compare it with the prediction of explain.",
     "verify": "Compare random layouts and restarts of a recipe's model with one device.",
+    "diff": "Find the first value in which two layouts of a recipe differ.",
     "doctor": "Report versions, devices, links and environment, with a fix for each problem.",
 }
 """One line of help for each command, which is defined in the module `meshpar.cli.NAME_command`."""

@@ -31,6 +31,8 @@ import optax
 from meshpar.layers.losses import LossIs, MeanLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.diff import diff
+from meshpar.loop.difference import ValueDifference
 from meshpar.models.token_loss import token_mask
 from meshpar.parallel import Strategy, ddp, parse_strategy
 from meshpar.parallel.candidates import candidates, kinds
@@ -129,6 +131,8 @@ class Verified(Plain):
     dtype: str
     left_out: tuple[str, ...] = ()
     """Features that were not sampled, with the reason."""
+    difference: ValueDifference | None = None
+    """The first value in which that layout differs; see `mp.diff`."""
     derived = ("ok",)
 
     @property
@@ -147,6 +151,7 @@ class Verified(Plain):
             lines += [f"smallest layout that differs: {self.smallest.case}", f"  {self.smallest.words}"]
             if self.dtype == "float64" and "single device" in self.smallest.words:
                 lines.append('  (if the model uses float32 internally, dtype="float32" has a larger tolerance)')
+            lines += str(self.difference).splitlines() if self.difference is not None else []
         elif not self.outcomes:
             lines.append("not verified: no layout was run, due to a lack of devices or time")
         elif "same" not in verdicts:
@@ -172,6 +177,7 @@ def verify(
     loss_is: LossIs | None = None,
     devices: Sequence[jax.Device] | None = None,
     tell: Callable[[Outcome], None] | None = None,
+    find_origin: bool = True,
 ) -> Verified:
     """Compare a model under random meshes, strategies, micro-steps and schedules with a single device.
 
@@ -195,6 +201,7 @@ def verify(
         layouts in which XLA computes the loss of the global batch.
       devices: the devices to use; by default the first eight.
       tell: a function called with each outcome.
+      find_origin: whether `mp.diff` runs the smallest layout that differs, to find the first value that differs.
 
     Returns:
       The outcomes. Its `str` is a report.
@@ -210,6 +217,7 @@ def verify(
     deadline_s = math.inf if time_s is None else time.monotonic() + time_s
     requested = list(first) if case is None else [named(case) if isinstance(case, str) else case]
     outcomes: list[Outcome] = []
+    difference: ValueDifference | None = None
     with jax.enable_x64(dtype == "float64"), tempfile.TemporaryDirectory() as folder:
         tx, devices = tx or optax.adam(1e-2), devices or jax.devices()[:8]
         verifier = _Verifier(model, loss, batch, tx, dtype, loss_is, devices, Path(folder), seed)
@@ -226,10 +234,11 @@ def verify(
                 tell(outcomes[-1])
             if outcomes[-1].verdict == "differs":
                 smallest = outcomes[-1] if case is not None else verifier.smallest(layout, outcomes[-1])
+                difference = verifier.difference(smallest) if find_origin else None
                 break
     return Verified(
         outcomes=tuple(outcomes), smallest=smallest, seed=seed, tolerance=TOLERANCE[dtype], dtype=dtype,
-        left_out=verifier.left_out,
+        left_out=verifier.left_out, difference=difference,
     )  # fmt: skip
 
 
@@ -475,6 +484,20 @@ class _Verifier:
             size = f"{deviations[worst]:.1e} of the largest gradient"
             raise _DifferenceError(f"{context}: gradient of `{worst}`{more} differs from {reference} by {size}")
         return max(loss, deviations[worst])
+
+    def difference(self, outcome: Outcome) -> ValueDifference | None:
+        """Return the first value that differs from a single device in a step, or None if only a restart differs."""
+        case = named(outcome.case)
+        setup, step = self.setup(MeshSpec(), ddp()), TrainStep(self.losses[case.of_pairs], self.options({}))
+        other = TrainStep(self.losses[case.of_pairs], self.options(case.options))
+        mesh = case.mesh.build(self.devices[: math.prod(case.mesh.values())])
+        state = jax.device_put(self.start.replace(setup=setup), setup.shardings)
+        for _ in range(STEPS):
+            with contextlib.suppress(MeshparError):  # a layout that cannot run has no values
+                if difference := diff(step, state, self.batch, other, mesh=mesh, strategy=case.strategy):
+                    return difference
+            state, _ = self.step(step, state)
+        return None
 
     # -- The smallest layout ------------------------------------------------------------------------------------------
 

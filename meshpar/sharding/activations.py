@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.context import BOUNDARIES, Ambient, Boundaries, ambient, constrain, spec_of
+from meshpar.sharding.context import BOUNDARIES, NAMED_MODULES, Ambient, Boundaries, ambient, constrain, spec_of
 from meshpar.sharding.errors import near_or, problem
 from meshpar.sharding.types import PyTree, spec_axes
 
@@ -64,10 +64,11 @@ def calling(path: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def in_module(path: str) -> Iterator[None]:
-    """Enter an NNX module. If module outputs are sharded along the batch, open a named scope, as Linen does."""
+    """Enter an NNX module. With `NAMED_MODULES` or outputs sharded along the batch, open a scope, as Linen does."""
     with calling(path):
         boundaries = BOUNDARIES.value
-        parent = path if boundaries is None or not boundaries.shard_batch else boundaries.scope
+        is_named = boundaries is not None and (boundaries.shard_batch or NAMED_MODULES.value)
+        parent = boundaries.scope if boundaries is not None and is_named else path
         relative = path.removeprefix(f"{parent}/") if parent else path
         if relative == parent or not relative:  # a second method of the same module, or the outermost module
             yield

@@ -93,6 +93,8 @@ class Boundaries:
 
 AMBIENT = TraceOption[Ambient]("ambient")
 BOUNDARIES = TraceOption[Boundaries]("boundaries")
+NAMED_MODULES = TraceOption[bool]("named modules")
+"""Whether each call of an NNX module opens a named scope."""
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def batch():
 
 
 def verified(model=None, loss=squares, **options):
-    return mp.verify(model or model_of(), loss, batch(), **options)
+    return mp.verify(model or model_of(), loss, batch(), **{"find_origin": False, **options})
 
 
 # ---- Faults in meshpar -----------------------------------------------------------------------------------------------

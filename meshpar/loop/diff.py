@@ -1,0 +1,455 @@
+"""Find the first value in which two layouts of a training step differ.
+
+    reference: one step, and again with perturbed rounding ─► values and tolerances
+    other layout: the same step from the same state        ─► values
+    loss, gradients, optimizer state and parameters are compared first; if one differs, the equations that it depends
+    on are compared, from the wrong result back to values that are equal
+
+Equations correspond if the same source lines traced them. The number of captured bytes is bounded. If the values of a
+program need more, evenly spaced equations are captured first, and then the equations between them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import sysconfig
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from meshpar.loop.difference import (
+    CAUSES,
+    Line,
+    Origin,
+    ValueDifference,
+    WrongValue,
+    classify,
+    devices_of,
+    extent_of,
+    unreduced,
+)
+from meshpar.loop.intermediate_values import COPIES, Node, SourceLine, evaluate, graph_of
+from meshpar.loop.value_matching import CapturedValue, Match, Tolerance, compare, differences
+from meshpar.sharding.adapters.model import Model
+from meshpar.sharding.context import NAMED_MODULES
+from meshpar.sharding.errors import check_cases
+from meshpar.sharding.types import PyTree, path_str, tree_leaves_with_paths
+from meshpar.training.state import Setup, TrainState, check_state, make_setup
+from meshpar.training.step import TrainStep
+
+MAX_BYTES = 2**30
+"""Default limit for the bytes of the values that a run of a layout returns."""
+_NOISES = (1, 2)
+"""Perturbations of the reference; see `evaluate`."""
+_GRADIENT = "gradient of "
+_ORDER = ("loss", "gradient", "variable", "optimizer", "parameter", "metric", "state")
+"""Kinds of results, most important first."""
+_MIN_SCALED = 3
+"""Number of values with the same factor that show that an engine scales the values of a part of the batch."""
+_MAX_LINES = 4
+"""Number of lines of a traceback in a report."""
+Key = int | str
+"""A node of the reference, or the name of an output."""
+_ENGINES = ("/meshpar/training/", "/meshpar/pipeline/", "/meshpar/layers/scan.py", "/meshpar/layers/batch_slices.py")
+"""Code that calls the model in different ways in different layouts."""
+
+
+def diff(
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    other: TrainStep | None = None,
+    *,
+    mesh: Any = None,
+    strategy: Any = None,
+    model: Model | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> ValueDifference:
+    """Run a step in two layouts or versions, and find the first value that differs by more than rounding.
+
+    The loss is compared first, then the gradients, the model's variables, the optimizer state and the parameters. For
+    the first that differs, the values of the equations are compared. The report names the module, the source line, the
+    devices with wrong elements, the kind of the difference and its usual cause.
+
+    Use small models on local devices (`XLA_FLAGS=--xla_force_host_platform_device_count=8`): the values of all
+    equations are copied to host memory. XLA cannot fuse equations whose values are captured.
+
+    Args:
+      step: the training step.
+      state: its state. It is not donated.
+      batch: the global batch.
+      other: the other step. By default `step`.
+      mesh: the mesh of the other step. By default the mesh of the state.
+      strategy: the strategy of the other step. By default the strategy of the state.
+      model: the model of the other step, with the same parameters. By default the model of the state.
+      max_bytes: limit for the bytes of the values that a run returns.
+
+    Returns:
+      The difference. Its `str` is a report. It is false (`bool`) if the results are equal.
+
+    Raises:
+      MeshparError: the state is not a `TrainState`, the layout is not supported, or the models have different
+        parameters.
+
+    Example:
+      >>> one = mp.MeshSpec().build(jax.devices()[:1])
+      >>> print(mp.diff(step, state, batch, mesh=one, strategy=mp.ddp()))  # doctest: +SKIP
+      no difference: loss, 2 gradients, 2 parameters and 5 arrays of optimizer state are equal
+    """
+    check_state("diff(step, state, batch)", state)
+    first = _Run(step, _tagged(state.setup), state, batch)
+    setup = make_setup(
+        model or state.setup.model, state.setup.tx, mesh or state.setup.given_mesh, strategy or state.setup.strategy,
+        precision=state.setup.precision, trainable=state.setup.trainable,
+    )  # fmt: skip
+    shapes, given = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), s) for s in (setup.abstract.params, state.params))
+    check_cases(
+        "diff(model=...)", "start from the same parameters", "wrong-shape",
+        (shapes != given, "the models have different parameters", "pass a model with equal paths, shapes and dtypes"),
+    )  # fmt: skip
+    second = _Run(other or step, _tagged(setup), state, batch)
+    is_swapped = second.num_devices < first.num_devices
+    reference, layout = (second, first) if is_swapped else (first, second)
+    return _Search(reference, layout, max_bytes).result()
+
+
+def _tagged(setup: Setup) -> Setup:
+    """Return the setup with an optimizer that names the gradients in the trace."""
+    update = setup.tx.update
+
+    @functools.wraps(update)
+    def tagged(grads: PyTree, *args: Any, **kwargs: Any) -> Any:
+        named = jax.tree_util.tree_map_with_path(lambda path, g: checkpoint_name(g, _GRADIENT + path_str(path)), grads)
+        return update(named, *args, **kwargs)
+
+    tx = type(setup.tx)(setup.tx.init, tagged)  # type: ignore[arg-type]
+    return dataclasses.replace(setup, tx=tx, unconstrained_losses=[])
+
+
+class _Run:
+    """A traced step with its arguments."""
+
+    def __init__(self, step: TrainStep, setup: Setup, state: TrainState, batch: PyTree) -> None:
+        self.setup, self.num_devices = setup, setup.mesh.size
+        host = jax.device_get(state.replace(setup=setup))
+        with NAMED_MODULES.set(True):
+            self.step = TrainStep(step.loss_fn, step.options)
+            program, split = self.step._prepare(host, batch)
+            self.closed = program.trace(host, split).jaxpr
+            self.names = _names_of_outputs(jax.eval_shape(program, host, split))
+        self.inputs = [np.asarray(x) for x in jax.tree.leaves((host.params, split))]
+        """Parameters and batch."""
+        self.args = jax.tree.leaves((
+            jax.device_put(host, setup.shardings), jax.device_put(split, setup.batch_shardings),
+        ))  # fmt: skip
+        self.before = {f"parameter {path}": np.asarray(x) for path, x in tree_leaves_with_paths(host.params)}
+        self.graph = graph_of(self.closed)
+        self.by_path = {node.path: index for index, node in enumerate(self.graph.nodes)}
+        self.values: dict[int, Any] = {}
+        """Captured arrays by node."""
+        self.outputs: dict[str, Any] = {}
+
+    def run(self, nodes: Collection[int], noises: Sequence[int] = ()) -> list[dict[Any, np.ndarray]]:
+        """Capture the values of nodes. Return the outputs and values for each noise, by name and by node."""
+        selected = [self.graph.nodes[index].path for index in sorted(nodes)]
+        is_noisy = bool(noises)
+
+        def captured(noise: Any, *args: Any) -> Any:
+            outputs, values = evaluate(self.closed, args, selected, noise if is_noisy else None)
+            return dict(zip(self.names, outputs, strict=True)), {self.by_path[path]: x for path, x in values.items()}
+
+        with jax.sharding.use_abstract_mesh(_abstract(self.setup)):
+            program = jax.jit(captured)
+            runs = [program(np.int32(noise), *self.args) for noise in (0, *noises)]
+        outputs, values = runs[0]
+        self.outputs |= outputs
+        self.values |= values
+        return [{**_on_host(outputs), **_on_host(values)} for outputs, values in runs[1:]]
+
+    def value(self, index: int) -> CapturedValue:
+        return CapturedValue(np.asarray(self.values[index]), tuple(dim.axis for dim in self.graph.nodes[index].dims))
+
+    @functools.cached_property
+    def groups(self) -> Mapping[Any, list[int]]:
+        """The nodes of each source position."""
+        groups = collections.defaultdict(list)
+        for index, node in enumerate(self.graph.nodes):
+            if node.is_numerical and node.frames:
+                groups[_position(node)].append(index)
+        return groups
+
+
+def _abstract(setup: Setup) -> Any:
+    return getattr(setup.mesh, "abstract_mesh", setup.mesh)
+
+
+def _on_host(values: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
+    return {key: np.asarray(x) for key, x in values.items()}
+
+
+def _names_of_outputs(out: tuple[TrainState, Mapping[str, Any]]) -> list[str]:
+    """Return a name for each array of (state, metrics), in the order of the leaves."""
+    state, metrics = out
+    kinds = {"params": "parameter", "opt_state": "optimizer state", "extra": "variable"}
+    names = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        field, _, rest = path_str(path).partition("/")
+        names.append(f"{kinds.get(field, 'state')} {rest or field}")
+    return [*names, *("loss" if name == "loss" else f"metric {name}" for name, _ in tree_leaves_with_paths(metrics))]
+
+
+def _position(node: Node) -> Any:
+    """Return the key of equations that correspond to each other in two layouts."""
+    lines: list[tuple[str, int, int]] = []
+    for frame in node.frames:
+        if any(part in frame.file for part in _ENGINES):
+            if not lines:
+                lines.append((frame.file, frame.line, frame.column))
+            break
+        lines.append((frame.file, frame.line, frame.column))
+    is_recomputed = "rematted_computation" in node.scope
+    return "transpose(" in node.scope, is_recomputed, tuple(lines), node.primitive, node.path[-1], node.label
+
+
+class _Search:
+    """The search for the first value of the reference that another layout does not compute."""
+
+    def __init__(self, reference: _Run, layout: _Run, max_bytes: int) -> None:
+        self.reference, self.layout, self.max_bytes = reference, layout, max_bytes
+        self.matches: dict[Key, Match | None] = {}
+        """Comparisons by node of the reference, and of outputs by name. None: the layout has no corresponding value."""
+        self.tolerances: dict[Key, Tolerance] = {}
+        self.scales: set[float] = set()
+        """Factors by which engines scale values of parts of the batch until they divide by the number of parts."""
+        nodes = enumerate(reference.graph.nodes)
+        self.gradients = {node.label: index for index, node in nodes if node.label.startswith(_GRADIENT)}
+
+    def counterparts(self, key: Key) -> list[int]:
+        """Return the nodes of the layout that correspond to a node or an output of the reference."""
+        if isinstance(key, str):
+            return sorted(self.layout.graph.outputs[self.layout.names.index(key)])
+        position = _position(self.reference.graph.nodes[key])
+        ours, theirs = self.reference.groups.get(position, []), self.layout.groups.get(position, [])
+        return [theirs[ours.index(key)]] if len(ours) == len(theirs) else theirs
+
+    def result(self) -> ValueDifference:
+        graph = self.reference.graph
+        outputs = dict(zip(self.reference.names, graph.outputs, strict=True))
+        self.capture(self.gradients.values(), is_first=True)
+        wrong, compared = self.wrong_results()
+        if not wrong:
+            return ValueDifference(compared=compared)
+        kind = wrong[0].split()[0]
+        targets: list[Key] = [self.gradients.get(name, name) for name in wrong if name.split()[0] == kind]
+        starts = {index for key in targets for index in (outputs[key] if isinstance(key, str) else [key])}
+        region = graph.ancestors(starts)
+        while self.capture(region):
+            if not self.scales:
+                self.find_scales(region)
+            equal = {index for index, match in self.matches.items() if match and match.is_equal}
+            region = graph.ancestors(starts, stops=equal)  # type: ignore[arg-type]
+        different = [index for index in region if (match := self.matches.get(index)) and not match.is_equal]
+        first = min(different, key=self.time_of) if different else targets[0]
+        return ValueDifference(compared=compared, results=tuple(wrong), origin=self.origin(first, wrong[0]))
+
+    # -- Comparison ---------------------------------------------------------------------------------------------------
+
+    def capture(self, region: Collection[int], *, is_first: bool = False) -> bool:
+        """Compare values of a region that were not compared yet, within the limit. Return whether there were any."""
+        nodes = self.reference.graph.nodes
+        pending = [index for index in sorted(region) if index not in self.matches and nodes[index].is_numerical]
+        paired = {index: theirs for index in pending if (theirs := self.counterparts(index))}
+        self.matches |= {index: None for index in pending if index not in paired}
+        others = self.layout.graph.nodes
+        num_bytes = sum((1 + len(_NOISES)) * nodes[index].num_bytes for index in paired)
+        num_bytes += sum(others[other].num_bytes for theirs in paired.values() for other in theirs)
+        stride = max(1, -(-num_bytes // self.max_bytes))
+        selected = list(paired)[::-1][::stride]
+        if not selected and not is_first:
+            return False
+        noisy = self.reference.run(selected, _NOISES)
+        self.layout.run({other for index in selected for other in self.counterparts(index)})
+        for key in (*selected, *(self.reference.outputs if is_first else ())):
+            self.compare(key, noisy)
+        return True
+
+    def compare(self, key: Key, noisy: Sequence[Mapping[Key, np.ndarray]]) -> None:
+        reference, others = self.values(key)
+        self.tolerances[key] = Tolerance.of(reference.array, [x[key] for x in noisy], *(x.array.dtype for x in others))
+        self.matches[key] = compare(reference, others, self.tolerances[key])
+
+    def values(self, key: Key) -> tuple[CapturedValue, list[CapturedValue]]:
+        """Return the values of the reference and of the layout."""
+        if isinstance(key, str):
+            ours, theirs = (CapturedValue(np.asarray(run.outputs[key])) for run in (self.reference, self.layout))
+            return ours, [theirs]
+        return self.reference.value(key), [self.layout.value(other) for other in self.counterparts(key)]
+
+    def wrong_results(self) -> tuple[list[str], dict[str, int]]:
+        """Return the names of results that differ, most important first, and the number of results by kind."""
+        keys: dict[str, Key] = {**{name: name for name in self.reference.names}, **self.gradients}
+        names = sorted(keys, key=lambda name: _ORDER.index(name.split()[0]))
+        matches = {name: match for name in names if (match := self.matches.get(keys[name])) is not None}
+        compared = collections.Counter(name.split()[0] for name in matches)
+        return [name for name, match in matches.items() if not match.is_equal], dict(compared)
+
+    def find_scales(self, region: Collection[int]) -> None:
+        """Find the factor between values of parts of the batch and of the batch, and accept values with this factor.
+
+        Engines divide the totals by the number of parts in the update. A value with another factor is different.
+        """
+        votes: collections.Counter[float] = collections.Counter()
+        scaled: dict[int, set[float]] = {}
+        for index in sorted(region):
+            match = self.matches.get(index)
+            if match is not None and not match.is_equal:
+                scaled[index] = self.factors(index)
+                votes.update(scaled[index])
+        factor = max(votes, key=lambda factor: (votes[factor], factor), default=0)
+        if votes[factor] < _MIN_SCALED:
+            return
+        self.scales.add(factor)
+        for index in (index for index, factors in scaled.items() if factor in factors):
+            self.matches[index] = self.matches[index]._replace(is_equal=True)  # type: ignore[union-attr]
+
+    def factors(self, index: int) -> set[float]:
+        """Return the numbers of parts by which the values of the layout are larger than the reference."""
+        reference, others = self.values(index)
+        sizes = {x.array.shape[dim] for x in others for dim in range(len(x.axes)) if x.array.shape[dim] > 1}
+        if not np.issubdtype(reference.array.dtype, np.inexact) or not sizes:
+            return set()
+        dims = [size for x in others[:1] for size in x.array.shape[: len(x.axes)] if size > 1]
+        products = {math.prod(part) for n in range(1, len(dims) + 1) for part in itertools.combinations(dims, n)}
+        return {factor for factor in products if self.is_scaled(reference, others, index, factor)}
+
+    def is_scaled(self, reference: CapturedValue, others: Sequence[CapturedValue], key: Key, factor: float) -> bool:
+        """Return whether the layout computes the reference times a factor."""
+        scaled = CapturedValue(reference.array * np.asarray(factor, reference.array.dtype), reference.axes)
+        match = compare(scaled, others, self.tolerances[key].scaled(factor))
+        return match is not None and match.is_equal
+
+    # -- The report ---------------------------------------------------------------------------------------------------
+
+    def origin(self, first: Key, result: str) -> Origin:
+        """Describe the first different value."""
+        match, theirs = self.matches[first], self.counterparts(first)
+        assert match is not None
+        layout = self.layout.graph.nodes
+        between = self.only_in_layout(first, theirs)
+        ours = min(self.reference.graph.outputs[self.reference.names.index(first)]) if isinstance(first, str) else first
+        node = self.reference.graph.nodes[ours]
+        ends = [index for index in (*between, *theirs) if layout[index].primitive == "shard_map"]
+        inside = [i for index in ends for i in layout[index].inputs if layout[i].is_numerical]
+        self.layout.run([index for index in inside if index not in self.layout.values])
+        reference, others = self.values(first)
+        random = any(layout[i].primitive.startswith(("random_", "threefry")) for i in (*between, *theirs))
+        candidate = WrongValue(
+            node, reference, others, [self.layout.value(index) for index in inside], match, self.tolerances[first],
+            self.layout.setup.sizes, (1.0, *self.scales), random, self.reference.before.get(result),
+        )  # fmt: skip
+        kind, detail = classify(candidate)
+        partial = unreduced(candidate) if kind == "missing reduction" else None
+        arrays = [self.layout.outputs[first]] if isinstance(first, str) else [self.layout.values[i] for i in theirs]
+        wrong = match.wrong.reshape(reference.array.shape)
+        largest = math.nan if match.other is None else float(differences(reference.parts, match.other).max())
+        lines = lines_of(node.frames)
+        extra = dict.fromkeys(lines_of(layout[index].frames)[:_MAX_LINES] for index in between)
+        return Origin(
+            module=_module(node.scope), phase=_phase(node.scope), equation=node.primitive, source=lines[0],
+            callers=lines[1:_MAX_LINES], user=_user_line(lines), between=tuple(extra),
+            unreduced=() if partial is None else lines_of(layout[inside[partial[0]]].frames)[:_MAX_LINES],
+            shape=node.shape, dtype=str(node.dtype), iteration=self.time_of(first)[1:-1:2],
+            devices=devices_of(arrays[0], wrong) if len(arrays) == 1 else (), wrong=float(match.wrong.mean()),
+            rows=extent_of(match.wrong), largest=largest, tolerance=self.tolerances[first].largest, kind=kind,
+            detail=detail, cause=CAUSES[kind],
+        )  # fmt: skip
+
+    def only_in_layout(self, key: Key, theirs: Sequence[int]) -> list[int]:
+        """Return nodes of the layout without a counterpart, from which `theirs` are computed.
+
+        The search ends at nodes that are equal to their counterparts, and at nodes that determine the right value, such
+        as partial sums of it.
+        """
+        graph, compared = self.layout.graph, set()
+        for index, match in self.matches.items():
+            if match is not None and not isinstance(index, str):
+                compared |= set(self.counterparts(index))
+        starts = set(theirs) if isinstance(key, str) else {i for k in theirs for i in graph.nodes[k].inputs}
+        between = graph.ancestors(starts, stops=compared)
+        reference, _ = self.values(key)
+        similar = [i for i in between if graph.nodes[i].is_numerical]
+        self.layout.run([index for index in similar if index not in self.layout.values])
+        right = [index for index in similar if self.determines(index, key, reference)]
+        between = graph.ancestors(starts, stops={*compared, *right})
+        return sorted(i for i in between if lines_of(graph.nodes[i].frames) and graph.nodes[i].primitive not in COPIES)
+
+    def determines(self, index: int, key: Key, reference: CapturedValue) -> bool:
+        """Return whether a value of the layout is the reference in parts, or the parameters or the batch in parts."""
+        value = self.layout.value(index)
+        if (as_reference := _with_rank(value, reference.array.ndim - len(reference.axes))) is not None and any(
+            self.is_scaled(reference, [as_reference], key, factor) for factor in (1.0, *self.scales)
+        ):
+            return True
+        return any(
+            (parts := _with_rank(value, x.ndim)) is not None and parts.array.size >= x.size
+            and (match := compare(CapturedValue(x), [parts], Tolerance(0.0, 0.0))) is not None and match.is_equal
+            for x in self.reference.inputs if x.ndim
+        )  # fmt: skip
+
+    def time_of(self, key: Key) -> tuple[int, ...]:
+        """Return the time of the first wrong element: enclosing loops with their iterations, then the node."""
+        if isinstance(key, str):
+            return (len(self.reference.graph.nodes),)
+        node, match = self.reference.graph.nodes[key], self.matches[key]
+        assert match is not None
+        wrong = match.wrong.reshape(*(dim.size for dim in node.dims), -1).any(axis=-1)
+        times = []
+        for position in np.argwhere(wrong):
+            time: list[int] = []
+            for dim, iteration in zip(node.dims, position, strict=True):
+                if dim.axis is None:
+                    time += [dim.loop, int(dim.size - 1 - iteration if dim.is_reversed else iteration)]
+            times.append(tuple(time))
+        return (*min(times), key)
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+
+
+def lines_of(frames: Sequence[SourceLine]) -> tuple[Line, ...]:
+    """Return the lines of a traceback, innermost first."""
+    return tuple(Line(*frame[:3]) for frame in frames if frame.file != __file__)
+
+
+def _user_line(lines: Sequence[Line]) -> Line | None:
+    """Return the innermost line outside of meshpar and of installed packages."""
+    return next((line for line in lines if not line.file.startswith((_PACKAGE, *_INSTALLED))), None)
+
+
+def _with_rank(value: CapturedValue, rank: int) -> CapturedValue | None:
+    """Let the first dims of a value count as iterations, so that `rank` dims remain."""
+    extra = len(value.shape) - rank
+    return None if extra < 0 else CapturedValue(value.array, (*value.axes, *[None] * extra))
+
+
+def _phase(scope: str) -> str:
+    if scope.startswith("update"):
+        return "update"
+    return "backward" if "transpose(" in scope else "forward"
+
+
+def _module(scope: str) -> str:
+    """Return the named scopes without jax's transformations: `gradients/transpose(jvp(layers))/mlp` is `layers/mlp`."""
+    names = re.sub(r"\b(transpose|jvp|vmap|checkpoint|rematted_computation)\b|[()]", "", scope)
+    parts = [part for part in names.split("/") if part]
+    return "/".join(parts[1:] if parts[:1] in (["gradients"], ["update"]) else parts)

@@ -1,0 +1,75 @@
+"""`diff` names the line of planted faults, and finds no difference between correct layouts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from tests.errors import raises
+
+
+def one_device():
+    return mp.MeshSpec().build(jax.devices()[:1])
+
+
+def partial_sum(x, w):
+    return jax.shard_map(
+        lambda x, w: x @ w, in_specs=(P(None, "tensor"), P("tensor")), out_specs=P(), axis_names={"tensor"},
+        check_vma=False,
+    )(x, w)  # fmt: skip
+
+
+def linear(product):
+    return mp.from_functions(
+        lambda key: {"w": jax.random.normal(key, (8, 4))}, lambda p, x: product(x, p["w"]), names={"w": ("mlp", None)}
+    )
+
+
+def squares(model, batch, key):
+    return mp.SumLoss(((model(batch["x"]) - 1) ** 2).sum()), {}
+
+
+def found(product, **options):
+    state = mp.init_state(linear(product), optax.sgd(0.1), mesh=one_device(), strategy=mp.ddp(), key=0)
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    mesh = mp.MeshSpec(tensor=2).build(jax.devices()[:2])
+    options = {"mesh": mesh, "strategy": mp.ddp() | mp.tensor_parallel(), **options}
+    return mp.diff(mp.train_step(squares), state, {"x": x}, **options)
+
+
+def test_missing_reduction_is_named():
+    difference = found(partial_sum)
+    assert difference
+    assert difference.results[:2] == ("loss", "gradient of w")
+    origin = difference.origin
+    assert origin.kind == "missing reduction"
+    assert "`tensor`" in origin.detail
+    assert origin.lines[0].line == partial_sum.__code__.co_firstlineno + 2
+    assert origin.lines[0].file == __file__
+    text = str(difference)
+    assert "different: loss" in text
+    assert "test_diff.py" in text
+    assert difference.to_json()["origin"]["kind"] == "missing reduction"
+
+
+def test_correct_layouts_do_not_differ():
+    difference = found(jnp.dot)
+    assert not difference
+    assert difference.is_equal
+    assert difference.compared["gradient"] == 1
+    assert str(difference).startswith("no difference beyond rounding (1 x loss")
+
+
+def test_models_with_other_parameters_are_rejected():
+    other = mp.from_functions(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x * p["v"])
+    with raises("wrong-shape", "diff(model=...)"):
+        found(jnp.dot, model=other, strategy=mp.ddp())
+
+
+def test_state_is_checked():
+    with raises("wrong-type"):
+        mp.diff(mp.train_step(squares), 0, {})
