@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from meshpar.parallel.batch import shard_batch
     from meshpar.planner.plan import plan
+    from meshpar.runs.adoption import adopt
     from meshpar.runs.memory_fit import fit_memory
     from meshpar.runs.optimizers import AdamW, Muon, Optax
     from meshpar.runs.recipe import Recipe, Sample
@@ -74,11 +75,11 @@ select_cpu_without_nvidia()
 
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "MeanLoss", "MeshSpec", "MeshparError", "Muon", "Optax", "Precision", "Quantize",
-    "Recipe", "Rules", "Sample", "StepOptions", "SumLoss", "__version__", "abstract_state", "bench", "check_finite",
-    "collectives", "constrain", "context_parallel", "custom", "data", "ddp", "diff", "ema", "ema_params", "eval_params",
-    "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "fit_memory", "from_functions", "from_linen",
-    "from_nnx", "fsdp", "hooks", "hsdp", "init_state", "inspect", "interop", "load_params", "lora", "models", "moe",
-    "muon", "names", "optim", "pipeline", "pipeline_parallel", "plan", "planner", "plots", "rebalance_experts",
-    "replicated", "run", "scan_layers", "shard_batch", "shardings", "tensor_parallel", "train_step", "use_rules",
-    "verify", "zero1", "zero2", "zero3",
+    "Recipe", "Rules", "Sample", "StepOptions", "SumLoss", "__version__", "abstract_state", "adopt", "bench",
+    "check_finite", "collectives", "constrain", "context_parallel", "custom", "data", "ddp", "diff", "ema",
+    "ema_params", "eval_params", "eval_step", "expert_parallel", "explain", "explicit", "first", "fit", "fit_memory",
+    "from_functions", "from_linen", "from_nnx", "fsdp", "hooks", "hsdp", "init_state", "inspect", "interop",
+    "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline", "pipeline_parallel", "plan",
+    "planner", "plots", "rebalance_experts", "replicated", "run", "scan_layers", "shard_batch", "shardings",
+    "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -124,6 +124,7 @@ def select_devices(count: int | None) -> Sequence[Any]:
 
 COMMANDS = {
     "train": "Train a recipe, or resume its run.",
+    "adopt": "Write a recipe for a model of another package.",
     "shard": "Show how the model of a recipe is sharded.",
     "explain": "Show the collectives, memory and overlap of a compiled step, for any cluster.",
     "budget": "Save the communication and memory of programs, and check later programs against them.",

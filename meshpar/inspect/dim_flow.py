@@ -25,7 +25,7 @@ class DimValue(NamedTuple):
     param: int | None = None
     """Index of the parameter, for a parameter and its casts, transposes, reshapes and slices."""
     inputs: frozenset[int] = frozenset()
-    """Indices of the inputs from which an integer or boolean array was computed."""
+    """Indices of the inputs from which an integer or boolean array of the same range was computed."""
 
 
 class DimMatmul(NamedTuple):
@@ -96,7 +96,8 @@ class DimFlow:
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
             out = RULES.get(eqn.primitive.name, _default)(self, eqn, operands)
-            origin = frozenset[int]().union(*(x.inputs for x in operands))
+            sources = () if eqn.primitive.name in _NEW_NUMBERS else operands
+            origin = frozenset[int]().union(*(x.inputs for x in sources))
             for x, value in zip(eqn.outvars, out, strict=True):
                 shape = getattr(x.aval, "shape", ())
                 assert tuple(map(self.classes.size, value.dims)) == shape, (eqn.primitive.name, value, shape)
@@ -166,6 +167,8 @@ def dim_flow(jaxpr: core.ClosedJaxpr, num_params: int, num_inputs: int) -> DimFl
 
 Rule: TypeAlias = Callable[[DimFlow, Any, Sequence[DimValue]], list[DimValue]]
 RULES: dict[str, Rule] = {}
+_NEW_NUMBERS = frozenset({"cumsum", "reduce_sum", "argmax", "argmin", "argsort", "sort", "top_k", "dot_general"})
+"""Operations whose results are in another range than their operands."""
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:

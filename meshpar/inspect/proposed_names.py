@@ -14,17 +14,20 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from meshpar.inspect.dim_classes import Dim
 from meshpar.inspect.dim_flow import DimFlow, dim_flow
+from meshpar.parallel import ddp
 from meshpar.sharding.adapters.model import Model
+from meshpar.sharding.context import tracing
 from meshpar.sharding.errors import problem
+from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.rules import Rules, names
+from meshpar.sharding.rules import NamesOf, Rules, names
 from meshpar.sharding.types import Leaf, Names, PyTree
 
 MIN_FLOPS = 0.002
@@ -48,7 +51,10 @@ class ProposedNames(Printed, Plain):
     leaves: tuple[ProposedLeaf, ...]
     """Parameters with proposed names."""
     divisors: Mapping[str, int]
-    """The size of the mesh axis must divide this number, for each name: the number of heads, experts or columns."""
+    """The size of the mesh axis must divide this number, for each name: the number of heads, experts, layers or
+    columns."""
+    moved: Mapping[str, int]
+    """Elements to reduce or to move in a step if the dims with a name are sharded, by name."""
     unnamed: tuple[str, ...]
     """Paths of other parameters. The strategy shards the largest dim of large ones."""
 
@@ -57,8 +63,8 @@ class ProposedNames(Printed, Plain):
         """All proposed names."""
         return frozenset(name for leaf in self.leaves for name in leaf.names if name)
 
-    def rules(self, *, without: Iterable[str] = ()) -> Rules:
-        r"""Return path rules that name the dims, with a pattern for all layers: `h/\d+/mlp/kernel`.
+    def paths(self, *, without: Iterable[str] = ()) -> dict[str, NamesOf]:
+        r"""Return the names by path pattern, with a pattern for all layers: `h/\d+/mlp/kernel`.
 
         A parameter that has only `embed` and names in `without` gets no rule.
         """
@@ -66,7 +72,11 @@ class ProposedNames(Printed, Plain):
         kept = {leaf.path: tuple(None if name in removed else name for name in leaf.names) for leaf in self.leaves}
         named = {path: dims for path, dims in kept.items() if {*dims} - {None, "embed"}}
         patterns = _patterns({**dict.fromkeys(self.unnamed, ()), **dict.fromkeys(kept, ()), **named})
-        return Rules(paths={patterns[path]: names(*dims) for path, dims in named.items()})
+        return {patterns[path]: names(*dims) for path, dims in named.items()}
+
+    def rules(self, *, without: Iterable[str] = ()) -> Rules:
+        """Return `paths` as rules for a strategy."""
+        return Rules(paths=self.paths(without=without))
 
     def __rich__(self) -> Any:
         patterns = _patterns({**dict.fromkeys(self.unnamed, ()), **{leaf.path: leaf[1:] for leaf in self.leaves}})
@@ -120,7 +130,7 @@ def propose_names(model: Model, *args: PyTree, **kwargs: PyTree) -> ProposedName
 
     Args:
       model: the model. Its own names are ignored.
-      *args, **kwargs: example inputs of a call, as arrays or shapes. The first dim of arrays is the batch.
+      *args, **kwargs: example arrays of a call, or their shapes. The first dim is the batch.
 
     Returns:
       The names. `rules()` returns them as rules for a strategy.
@@ -132,35 +142,29 @@ def propose_names(model: Model, *args: PyTree, **kwargs: PyTree) -> ProposedName
       >>> proposed = propose_names(model, jax.ShapeDtypeStruct((8, 64), np.float32))  # doctest: +SKIP
       >>> strategy = mp.fsdp() | mp.tensor_parallel() | proposed.rules()  # doctest: +SKIP
     """
-    flow, _ = traced_flow(model, args, kwargs)
+    flow, _ = traced_flow(model, lambda bound, inputs: bound(*inputs[0], **inputs[1]), (args, kwargs))
     return names_from_flow(flow, model.leaves())
 
 
-def traced_flow(model: Model, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[DimFlow, PyTree]:
-    """Trace the forward pass of a model. Return the flow of dims and the shapes of the output."""
-    variables = model.abstract()
-    arrays, static = _divided((tuple(args), dict(kwargs)))
+def traced_flow(model: Model, call: Callable[[Any, PyTree], PyTree], batch: PyTree) -> tuple[DimFlow, PyTree]:
+    """Trace the forward pass of a model on a single device.
 
-    def forward(params: PyTree, arrays: PyTree, extra: PyTree) -> PyTree:
-        args, kwargs = _joined(arrays, static)
-        return model.bind(params, extra)(*args, **kwargs)
+    Args:
+      model: the model.
+      call: function from (bound model, batch) to outputs.
+      batch: arrays, or shapes.
 
-    jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(variables.params, arrays, variables.extra)
-    return dim_flow(jaxpr, len(jax.tree.leaves(variables.params)), len(jax.tree.leaves(arrays))), out
+    Returns:
+      The flow of dims, and the shapes of the outputs.
+    """
 
+    def forward(params: PyTree, batch: PyTree, extra: PyTree) -> PyTree:
+        return call(model.bind(params, extra), batch)
 
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _divided(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Divide a tree of arguments into arrays and other values. None replaces the leaves of the other tree."""
-    arrays = jax.tree.map(lambda x: x if _is_array(x) else None, tree)
-    return arrays, jax.tree.map(lambda x: None if _is_array(x) else x, tree)
-
-
-def _joined(arrays: PyTree, static: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: b if a is None else a, arrays, static, is_leaf=lambda x: x is None)
+    with tracing(MeshSpec().abstract(1), ddp()):
+        variables = model.abstract()
+        jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(variables.params, batch, variables.extra)
+    return dim_flow(jaxpr, len(jax.tree.leaves(variables.params)), len(jax.tree.leaves(batch))), out
 
 
 def names_from_flow(flow: DimFlow, leaves: Sequence[Leaf]) -> ProposedNames:
@@ -173,6 +177,7 @@ def names_from_flow(flow: DimFlow, leaves: Sequence[Leaf]) -> ProposedNames:
     return ProposedNames(
         leaves=tuple(leaf for leaf in found if leaf is not None),
         divisors=proposal.divisors(),
+        moved=proposal.moved(),
         unnamed=tuple(leaf.path for leaf, names in zip(leaves, found, strict=True) if names is None),
     )
 
@@ -367,6 +372,13 @@ class _Proposal:
         matrices = f"{len(leaves)} {'matrices' if len(leaves) > 1 else 'matrix'}"
         return f"{kind}: {self.flow.classes.size((atom,))}, {matrices}{fused}"
 
+    def moved(self) -> dict[str, int]:
+        """Return the elements to reduce or to move if the dims with a name are sharded."""
+        moved: Counter[str] = Counter()
+        for group in {*self.chosen.values()}:
+            moved[group.name] += group.cost
+        return dict(moved)
+
     def divisors(self) -> dict[str, int]:
         """Return for each name the number that the size of the mesh axis must divide."""
         sizes: dict[str, list[int]] = defaultdict(list)
@@ -374,6 +386,6 @@ class _Proposal:
             sizes[group.name].append(self.flow.classes.size((atom,)))
         for dims in self.params:
             for dim in dims:
-                if {*dim} & self.experts:
-                    sizes["expert"].append(self.flow.classes.size(dim))
+                if (name := self._name(dim)) in ("expert", "layers"):
+                    sizes[name].append(self.flow.classes.size(dim))
         return {name: math.gcd(*values) for name, values in sizes.items()}

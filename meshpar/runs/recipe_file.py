@@ -29,7 +29,7 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
     """
     file, name = _file_of(str(path)), str(path).partition(":")[2] or "recipe"
     with explain_recipe_errors([str(path)], "call it"):
-        module = _import_file(file)
+        module = imported(file)
         make = getattr(module, name, None)
         if not callable(make):
             names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
@@ -83,7 +83,8 @@ def _file_of(path: str) -> Path:
     return _packaged_recipes().get(name, Path(name)) if is_packaged else Path(name)
 
 
-def _import_file(file: Path) -> types.ModuleType:
+def imported(file: Path) -> types.ModuleType:
+    """Import a Python file under a name of its own."""
     if not os.path.exists(file):
         folders, packaged = {file.parent if file.parent.is_dir() else Path(), Path("recipes")}, _packaged_recipes()
         files = [path for folder in folders if folder.is_dir() for path in folder.glob("*.py")]

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+import meshpar as mp
+
 VOCAB, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP = 48, 16, 4, 2, 8, 40
 
 
@@ -87,3 +89,22 @@ class ConvNet(nn.Module):
         hidden = nn.GroupNorm(num_groups=8, name="norm")(nn.Conv(MLP, (3, 3), name="up")(x))
         x = x + nn.Conv(EMBED, (3, 3), name="down")(nn.relu(hidden))
         return nn.Dense(10, name="logits")(x.mean((1, 2)))
+
+
+def small_mlp(width: int = EMBED):
+    """Return a model of plain functions, whose hidden dims meet in two matmuls."""
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        return {name: jax.random.normal(k, (width, width)) / 8 for name, k in zip(("a", "b", "c"), keys, strict=True)}
+
+    def apply(params, x):
+        hidden = jnp.tanh(mp.constrain(x, "batch", None) @ params["a"])
+        return mp.constrain(jnp.tanh(hidden @ params["b"]) @ params["c"], "batch", None)
+
+    return mp.from_functions(init, apply)
+
+
+def total():
+    """Return a model without an output per example."""
+    return mp.from_functions(lambda key: jnp.ones((4, 4)), lambda params, x: (x @ params).sum())

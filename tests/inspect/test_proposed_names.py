@@ -64,7 +64,7 @@ def test_experts_in_scanned_layers() -> None:
         "up": ("layers", "expert", "embed", "mlp"),
         "down": ("layers", "expert", "mlp", "embed"),
     }
-    assert proposed.divisors == {"mlp": 40, "expert": 4}
+    assert proposed.divisors == {"mlp": 40, "expert": 4, "layers": 3}
 
 
 def test_sorted_tokens_of_experts() -> None:
