@@ -61,7 +61,16 @@ def without_types(f: Callable[..., PyTree], mesh: AnyMesh) -> Callable[..., PyTr
 
     Results get their types from `out_shardings`. No constraint is added, so the program is the same as on an Auto mesh.
     """
-    return functools.wraps(f)(lambda *args: f(*with_auto_types(args))) if is_typed(mesh) else f
+    if not is_typed(mesh):
+        return f
+
+    @functools.wraps(f)
+    def wrapped(*args: PyTree) -> PyTree:
+        return f(*with_auto_types(args))
+
+    # The name of the program, which a `functools.partial` does not have.
+    wrapped.__name__ = getattr(f, "func", f).__name__
+    return wrapped
 
 
 def with_auto_types(tree: PyTree) -> PyTree:
