@@ -438,11 +438,15 @@ def _plots(label: str, report: Report) -> dict[str, str]:
     import io
 
     from meshpar import plots
+    from meshpar.inspect.memory_timeline import memory_timeline
 
     figures = {
         "Bytes over each axis": plots.axes_bytes({label: report}),
         "Memory": plots.memory({label: report.memory}),
     }
+    if report.program is not None:
+        live = memory_timeline(report.program, report.timeline)
+        figures["Memory over time"] = plots.memory_timeline(live, limit_bytes=report.memory.limit_bytes)
 
     def svg(figure: Any) -> str:
         buffer = io.StringIO()

@@ -11,10 +11,11 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.hardware.compile_options import overlap_limit
 from meshpar.inspect.census import census
 from meshpar.inspect.explain import check_equal_parts, on_target
+from meshpar.inspect.memory_timeline import MemoryTimeline, memory_timeline
 from meshpar.inspect.program import Program
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.target import compile_stablehlo, stablehlo_of, traced_for
-from meshpar.inspect.timeline.simulator import timeline
+from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.schedules import Schedule
 from meshpar.sharding.types import PyTree, axis_sizes
 from meshpar.training.state import TrainState
@@ -44,16 +45,23 @@ class LoweredStep(NamedTuple):
     """The pipeline schedule, or None."""
 
     def compile(self) -> StepNumbers:
-        """Compile the step in this process."""
+        """Compile the step in this process. Returns its numbers."""
         return self.numbers(compile_stablehlo(self.module, self.cluster, options=self.options))
 
     def numbers(self, program: Program) -> StepNumbers:
         """Return the numbers of the compiled step."""
+        return StepNumbers(program.peak_bytes, self._timeline(program).step_s, program.host_temporary_bytes)
+
+    def profile(self) -> tuple[StepNumbers, MemoryTimeline]:
+        """Compile the step in this process. Returns its numbers and its memory over time."""
+        program = compile_stablehlo(self.module, self.cluster, options=self.options)
+        return self.numbers(program), memory_timeline(program, self._timeline(program))
+
+    def _timeline(self, program: Program) -> Timeline:
         counts = None if self.schedule is None else ScheduleCounts(self.schedule)
         collectives = census(program.module, self.sizes, counts)
         limit = overlap_limit(self.options)
-        times = timeline(program.module, collectives, self.cluster, counts, overlap_limit=limit)
-        return StepNumbers(program.peak_bytes, times.step_s, program.host_temporary_bytes)
+        return timeline(program.module, collectives, self.cluster, counts, overlap_limit=limit)
 
 
 def lower(step: TrainStep, state: TrainState, batch: PyTree, cluster: Cluster) -> tuple[LoweredStep, jax.stages.Traced]:

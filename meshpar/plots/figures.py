@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from meshpar.hardware.collective_results import Collectives
     from meshpar.inspect.memory import Memory
+    from meshpar.inspect.memory_timeline import MemoryTimeline
     from meshpar.inspect.report import Report
     from meshpar.inspect.timeline.simulator import Segment, Timeline
     from meshpar.planner.scaling import Growth
@@ -254,6 +255,47 @@ def memory(reports: Mapping[str, Memory]) -> Figure:
     axes.set_axisbelow(True)
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, reverse=True, loc="outside right center")
+    return figure
+
+
+MOST_MODULES = 8
+"""Maximum number of modules with a colour of their own in a plot of memory over time."""
+
+
+@styled
+def memory_timeline(timeline: MemoryTimeline, *, limit_bytes: int | None = None) -> Figure:
+    """Plot the memory of a step over time: state and batch, the temporaries of each module, and the peak."""
+    figure, (axes,) = figure_of(10.0, 4.6)
+    end = timeline.times_s[-1]
+    scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
+    scale, unit = (scale, unit) if timeline.is_timed else (100.0, "% of the instructions")
+    times = np.array(timeline.times_s) * scale
+    modules = [*timeline.live_bytes.items()]
+    shown = [(name, np.array(values)) for name, values in modules[:MOST_MODULES]]
+    if rest := [values for _, values in modules[MOST_MODULES:]]:
+        shown.append(("other modules", np.sum(rest, axis=0)))
+    state = ("state and batch", np.full(len(times), timeline.argument_bytes))
+    colors = [KERNEL, *axis_colors([name for name, _ in shown]).values()]
+    axes.stackplot(times, [values for _, values in (state, *shown)], colors=colors, step="post", lw=0)
+    peak = timeline.peak
+    height = timeline.argument_bytes + int(timeline.totals[peak])
+    axes.plot(times[peak], height, "o", ms=5, color=INK)
+    axes.annotate(
+        f"peak {human_bytes(height)}", (times[peak], height), (0, 5), textcoords="offset points", ha="center",
+        va="bottom", fontsize=9, color=INK,
+    )  # fmt: skip
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes, color=BASELINE, lw=1.4, ls=DASHED)
+        label = f"GPU memory ({human_bytes(limit_bytes)})"
+        axes.text(times[-1], limit_bytes, label, ha="right", va="bottom", fontsize=9, color=BASELINE)
+    axes.set(xlabel=f"simulated time ({unit})" if timeline.is_timed else unit, xlim=(0, times[-1]))
+    axes.set_title("memory of one device during a step")
+    axes.set_ylim(0, max(height, limit_bytes or 0) * 1.12)
+    axes.yaxis.set_major_formatter(lambda value, _: human_bytes(value) if value else "0")
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    names = ["state and batch", *(name for name, _ in shown)]
+    patches = {name: {"facecolor": color, "edgecolor": "white"} for name, color in zip(names, colors, strict=True)}
+    legend_below(figure, patches)
     return figure
 
 

@@ -16,8 +16,9 @@ import jax
 
 from meshpar.hardware.clusters import Cluster, parse_cluster
 from meshpar.inspect.memory import COMFORTABLE, argument_bytes
+from meshpar.inspect.memory_timeline import LiveArray, MemoryTimeline, memory_timeline
 from meshpar.inspect.pod import PodPool
-from meshpar.inspect.render import MOST_ROWS, Cell, Section, Table, rich_of
+from meshpar.inspect.render import MOST_ROWS, Cell, Section, Table, rich_of, short_source
 from meshpar.inspect.report import Report
 from meshpar.inspect.step_numbers import LoweredStep, StepNumbers, lower
 from meshpar.runs.memory_changes import Change, ladders, layouts
@@ -76,6 +77,11 @@ class MemoryFit(Printed, Plain):
     changes: tuple[MemoryChange, ...]
     """The changes that fit, fastest first, then changes that do not fit, smallest first. Empty if the recipe fits."""
 
+    largest: tuple[LiveArray, ...] = ()
+    """The largest temporaries that are live at the peak of the recipe's step."""
+    timeline: MemoryTimeline | None = dataclasses.field(default=None, repr=False)
+    """Memory of the recipe's step over time, for `mp.plots.memory_timeline`."""
+
     derived = ("fits",)
 
     @property
@@ -111,6 +117,8 @@ class MemoryFit(Printed, Plain):
         else:
             parts.append(Cell(f"the fastest change that fits: {self.best.command}", "good"))
             parts.append(Cell(f"in Python: recipe = {self.best.python}"))
+        if self.timeline is not None:
+            parts.append(live_table(self.timeline))
         verdict = Cell(f"it does not fit: {used}; simulated step {human_time(self.step_s)}", "bad")
         return Section(title="Fit", verdict=verdict, parts=parts)
 
@@ -119,6 +127,23 @@ class MemoryFit(Printed, Plain):
 
     def _repr_html_(self) -> str:
         return self.section.html()
+
+
+def live_table(timeline: MemoryTimeline) -> Table:
+    """Return the largest temporaries that are live at the peak as a table."""
+    unit = human_time if timeline.is_timed else "{:.0%}".format
+    rows = [
+        (
+            Cell(human_bytes(array.nbytes), share=array.nbytes / max(timeline.arrays[0].nbytes, 1)),
+            array.module or "–",
+            short_source(array.source),
+            Cell(array.shape, "faint"),
+            f"{unit(array.start_s)} to {unit(array.end_s)}",
+        )
+        for array in timeline.arrays
+    ]
+    title = f"Largest temporaries at the peak, {unit(timeline.times_s[timeline.peak])} after the start of the step"
+    return Table(title=title, columns=("bytes>", "module", "source", "shape", "live"), rows=rows)
 
 
 def _numbers(change: MemoryChange) -> tuple[str, str, str, str]:
@@ -169,8 +194,7 @@ def fit_memory(
     batch = dict(batch or batch_shapes(recipe))
     with PodPool(num_processes) as pool:
         search = _Search(recipe, cluster, batch, pool, progress)
-        step_s = None if report is None else report.compute.predicted_step_s
-        return search.run(None if report is None or step_s is None else (report.memory.peak_bytes, step_s))
+        return search.run(report)
 
 
 @dataclasses.dataclass(eq=False)
@@ -193,13 +217,16 @@ class _Search:
         self.limit = int(COMFORTABLE * cluster.gpu.memory_bytes)
         self.trials: list[_Trial] = []
 
-    def run(self, base: tuple[int, float] | None) -> MemoryFit:
-        """Search, given the peak and the simulated time of the recipe's step, if it was compiled."""
+    def run(self, report: Report | None) -> MemoryFit:
+        """Search, given the report of the recipe's step, if there is one."""
         step, state = self._built(self.recipe)
         lowered, traced = lower(step, state, self.batch, self.cluster)
-        if base is None:
+        if report is not None and report.compute.predicted_step_s is not None and report.program is not None:
+            self.base = StepNumbers(report.memory.peak_bytes, report.compute.predicted_step_s)
+            live = memory_timeline(report.program, report.timeline)
+        else:
             self.progress("compiling the recipe")
-        self.base = StepNumbers(*base) if base else self.pool.submit(LoweredStep.compile, lowered).result()
+            self.base, live = self.pool.submit(LoweredStep.profile, lowered).result()
         if self.base.peak_bytes > self.limit:
             found = ladders(self.recipe, state.setup, step.describe(state, self.batch), traced.jaxpr)
             self._climb([*found, *self._layouts()])
@@ -209,7 +236,7 @@ class _Search:
         return MemoryFit(
             recipe=self.recipe.name, cluster=self.cluster.name, limit_bytes=self.limit,
             peak_bytes=self.base.peak_bytes, step_s=self.base.step_s,
-            changes=tuple(map(self._result, sorted(self.trials, key=self._order))),
+            changes=tuple(map(self._result, sorted(self.trials, key=self._order))), largest=live.arrays, timeline=live,
         )  # fmt: skip
 
     # ---- Compilation -------------------------------------------------------------------------------------------------

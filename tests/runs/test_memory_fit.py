@@ -8,13 +8,15 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import meshpar as mp
 from meshpar.hardware.clusters import parse_cluster
-from meshpar.inspect.step_numbers import StepNumbers
+from meshpar.inspect.memory_timeline import LiveArray, MemoryTimeline
+from meshpar.inspect.step_numbers import LoweredStep, StepNumbers
 from meshpar.models import TransformerConfig
-from meshpar.runs import memory_fit
+from meshpar.runs import memory_changes, memory_fit
 from meshpar.runs.memory_changes import Change
 from meshpar.runs.memory_fit import MemoryFit, fit_memory
 from meshpar.runs.recipe import batch_shapes, build_abstract, build_step
@@ -35,6 +37,12 @@ def planted(step, state) -> StepNumbers:
     return StepNumbers(int((30 + moments + activations) * GB), 0.1 * (1 + slower / 100))
 
 
+LIVE = MemoryTimeline(
+    argument_bytes=2 * GB, temporary_bytes=98 * GB, times_s=(0.0, 0.05), is_timed=True, live_bytes={"head": (GB, 2 * GB)},
+    arrays=(LiveArray(nbytes=GB, shape="bf16[5]", module="head", source="model.py:7", start_s=0.01, end_s=0.06),),
+)  # fmt: skip
+
+
 class Pool:
     """Compiles nothing: the numbers are planted."""
 
@@ -52,8 +60,9 @@ class Pool:
     def submit(self, compile, lowered):
         step, state = lowered
         self.compiled.append(step.options)
+        numbers = planted(step, state)
         future: concurrent.futures.Future = concurrent.futures.Future()
-        future.set_result(planted(step, state))
+        future.set_result((numbers, LIVE) if compile is LoweredStep.profile else numbers)
         return future
 
 
@@ -145,20 +154,16 @@ def test_nothing_fits(search):
 
 
 def test_failures_have_a_reason(search, monkeypatch):
-    def fails(step, state):
-        if step.options.remat == "dots":
-            raise RuntimeError("the compiler fails\n\nXLA: unknown kernel\n")
-        return planted(step, state)
+    submit = search.pool.submit
 
-    def submit(compile, lowered):
+    def fails(compile, lowered):
+        if lowered[0].options.remat != "dots":
+            return submit(compile, lowered)
         future: concurrent.futures.Future = concurrent.futures.Future()
-        try:
-            future.set_result(fails(*lowered))
-        except RuntimeError as error:
-            future.set_exception(error)
+        future.set_exception(RuntimeError("the compiler fails\n\nXLA: unknown kernel\n"))
         return future
 
-    monkeypatch.setattr(search.pool, "submit", submit)
+    monkeypatch.setattr(search.pool, "submit", fails)
     bad = Change(kind="micro-steps", fields={"step.accumulate": 7})
     monkeypatch.setattr(memory_fit, "layouts", lambda *args: iter([bad]))
     found = {change.settings: change for change in search(91).changes}
@@ -182,7 +187,12 @@ def test_json_and_html(search):
     assert data["changes"][0]["python"] == (
         "recipe.replace(optimizer=dataclasses.replace(recipe.optimizer, moments='bfloat16'))"
     )
-    assert "<table>" in found._repr_html_()
+    assert data["largest"][0]["module"] == "head"
+    assert "timeline" not in data
+    html = found._repr_html_()
+    assert "Largest temporaries at the peak, 50 ms after the start" in html
+    assert "model.py:7" in html
+    assert "10 ms to 60 ms" in html
 
 
 def test_invalid_arguments():
@@ -199,9 +209,12 @@ SMALL = TransformerConfig(
 
 
 @pytest.mark.pod
-def test_the_first_change_fits_when_compiled():
+def test_the_first_change_fits_when_compiled(monkeypatch):
     """Compile the first change with `explain`, and compare peak and time."""
-    recipe = decoder(model=SMALL, step=mp.StepOptions(remat="minimal", precision=mp.Precision(compute="bfloat16")))
+    monkeypatch.setattr(memory_changes, "NUM_LAYOUTS", 1)
+    step = mp.StepOptions(remat="minimal", precision=mp.Precision(compute="bfloat16"))
+    optimizer = mp.Optax(make=lambda steps: optax.adamw(1e-3))  # without changes of the optimizer
+    recipe = decoder(model=SMALL, step=step, optimizer=optimizer, strategy=mp.fsdp())
     shapes = {name: jax.ShapeDtypeStruct((32, 1024), np.int32) for name in ("inputs", "targets")}
     gpu = dataclasses.replace(CLUSTER.gpu, memory_bytes=3.6e8)
     cluster = dataclasses.replace(CLUSTER, gpu=gpu)
@@ -210,7 +223,7 @@ def test_the_first_change_fits_when_compiled():
     assert len([change for change in found.changes if change.peak_bytes is not None]) >= 5
     best = found.best
     assert best is not None
-    step, state = build_abstract(recipe.override(*best.settings), recipe.mesh.abstract(4))
-    report = mp.explain(step, state, shapes, cluster)
+    changed = recipe.override(*best.settings)
+    report = mp.explain(*build_abstract(changed, changed.mesh.abstract(4)), shapes, cluster)
     assert (report.memory.peak_bytes, report.compute.predicted_step_s) == (best.peak_bytes, best.step_s)
     assert report.memory.peak_bytes <= found.limit_bytes

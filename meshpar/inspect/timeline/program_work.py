@@ -210,10 +210,10 @@ def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]
         and not _updates_in_place(module, ins, index)
     ]
     arrays.sort(key=lambda item: -item[0].nbytes)
-    return tuple(_temporary(module, *item) for item in arrays[:most])
+    return tuple(temporary_of(module, *item) for item in arrays[:most])
 
 
-def _temporary(module: Module, leaf: ArrayShape, index: int, computation: Computation, ins: Instruction) -> Temporary:
+def temporary_of(module: Module, leaf: ArrayShape, index: int, computation: Computation, ins: Instruction) -> Temporary:
     """Return the `Temporary` of an array. If the compiler lost the origin, use the origin of a related instruction."""
     origin = ins
     if not _module(ins):
