@@ -126,7 +126,7 @@ def group_of(module: str) -> str:
     return "update" if scopes[:1] == ["update"] else "/".join(scopes[:2]) or "other"
 
 
-def _samples(totals: np.ndarray, most: int = 2000) -> np.ndarray:
+def _samples(totals: np.ndarray, most: int = 800) -> np.ndarray:
     """Return the indices of the samples to keep: the maximum of each of `most` intervals."""
     bounds = np.unique(np.linspace(0, len(totals), most + 1).astype(int))
     pairs = itertools.pairwise(bounds.tolist())
