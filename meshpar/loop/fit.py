@@ -32,8 +32,9 @@ from meshpar.pod import watchdog as watchdog
 from meshpar.pod.coordination import StopAgreement, this_pod
 from meshpar.sharding.errors import MeshparError, check_positive_int, problem
 from meshpar.sharding.types import PyTree
-from meshpar.training.earlier_steps import STEPS_IN_FLIGHT
+from meshpar.training.earlier_steps import STEPS_IN_FLIGHT, to_host
 from meshpar.training.state import Setup, TrainState
+from meshpar.training.step import TrainStep
 
 PHASES = {
     "compile": "compiling the first step",
@@ -46,6 +47,9 @@ PHASES = {
 Step: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Mapping[str, Any]]]
 """(state, batch) -> (state, metrics), such as a `TrainStep`."""
 
+_PREFETCHED_S = 1e-4
+"""A batch that arrives in this time was prefetched, so the devices have not waited for it."""
+_NO_PHASE = contextlib.nullcontext()
 _RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu", "goodput")
 
 
@@ -155,6 +159,8 @@ class Run:
     raise_nonfinite: bool
     max_skipped: int
     """Number of consecutive skipped updates at which the run fails."""
+    read: Callable[[Mapping[str, Any]], Mapping[str, np.ndarray]]
+    """Waits for the metrics of a step, and returns their values."""
     last: Record | None = None
     validation: Validation | None = None
     training_s: float = 0.0
@@ -182,29 +188,22 @@ class Run:
         """Time in which this process has waited for its devices, or was in a phase other than "data"."""
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._read_at = self._began_at = time.perf_counter()
-        self._lost_at = self.lost_s.copy()
+        self._lost_at = 0.0
+        self._on_dispatched = _overriding(self.hooks, "on_dispatched")
+        self._on_record = _overriding(self.hooks, "on_record")
 
     def stop(self, reason: str) -> None:
         """Stop after the steps that are already dispatched. Later calls do not change the reason."""
         self.reason = self.reason or reason
 
-    @contextlib.contextmanager
-    def within(self, phase: str) -> Iterator[None]:
+    def within(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Mark a block as a phase of `PHASES`, for the watchdog, the progress bar, goodput and profiles."""
-        previous, began = self.phase, time.perf_counter()
-        self.phase = (phase, began)
-        try:
-            with watchdog.busy(PHASES[phase]), jax.profiler.TraceAnnotation(f"meshpar:{phase}"):
-                yield
-        finally:
-            self.phase = previous
-            # No time is lost to waiting for data while the devices are still computing earlier steps.
-            last_loss: Any = self._in_flight[-1][1].get("loss") if self._in_flight else None
-            is_idle = not self._in_flight or (hasattr(last_loss, "is_ready") and last_loss.is_ready())
-            seconds = time.perf_counter() - began
-            self.waited_s += seconds if phase != "data" else 0.0
-            if phase != "data" or is_idle:
-                self.lost_s[phase] += seconds
+        return _Phase(self, phase)
+
+    def is_idle(self) -> bool:
+        """Return whether the devices have computed all dispatched steps."""
+        last_loss: Any = self._in_flight[-1][1].get("loss") if self._in_flight else None
+        return not self._in_flight or (hasattr(last_loss, "is_ready") and last_loss.is_ready())
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -225,9 +224,9 @@ class Run:
         while len(self._in_flight) > leave:
             step, metrics = self._in_flight.popleft()
             began = time.perf_counter()
-            values = _to_host(metrics)
+            values = self.read(metrics)
             self.waited_s += time.perf_counter() - began
-            self._handle(self._record(step, *values))
+            self._handle(self._record(step, values))
 
     def result(self) -> FitResult:
         """Return the result, or raise `ValueError` if there were too few batches."""
@@ -251,7 +250,7 @@ class Run:
     def advance(self, step: Step) -> None:
         """Dispatch a step, and handle the record of the step `STEPS_IN_FLIGHT` before it."""
         if not self._in_flight:  # the devices are idle, so the time until now belongs to no step
-            self._read_at, self._lost_at = time.perf_counter(), self.lost_s.copy()
+            self._read_at, self._lost_at = time.perf_counter(), sum(self.lost_s.values())
         try:
             with self.within("data"):
                 batch = next(self.iterator)
@@ -259,8 +258,8 @@ class Run:
             self.stop("exhausted")
             return
         is_first = self.step == self.first_step
-        compiling = self.within("compile") if is_first else contextlib.nullcontext()
-        with compiling, jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1):
+        annotation = jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1)
+        with self.within("compile") if is_first else _NO_PHASE, annotation:
             # Devices may block the dispatch. The CPU time of this thread is the work of the host.
             began, began_cpu = time.perf_counter(), time.thread_time()
             self.state, metrics = step(self.state, batch)
@@ -271,18 +270,20 @@ class Run:
             reason, fix = f"the loop reserves the names {', '.join(_RESERVED)}", "rename it in the loss function"
             raise problem(f"metric `{min(names)}`", "record it", reason, fix, code="conflict")
         self._in_flight.append((self.step, metrics))
-        for hook in self.hooks:
-            hook.on_dispatched(self)
+        for on_dispatched in self._on_dispatched:
+            on_dispatched(self)
         self.drain(leave=STEPS_IN_FLIGHT)
 
-    def _record(self, step: int, scalars: dict[str, float], arrays: dict[str, np.ndarray]) -> Record:
-        now = time.perf_counter()
+    def _record(self, step: int, values: Mapping[str, np.ndarray]) -> Record:
+        now, lost_s = time.perf_counter(), sum(self.lost_s.values())
         seconds, self._read_at = max(now - self._read_at, 1e-9), now
-        lost, self._lost_at = sum(self.lost_s.values()) - sum(self._lost_at.values()), self.lost_s.copy()
-        self.steps_s += max(seconds - lost, 0.0)
+        self.steps_s += max(seconds - (lost_s - self._lost_at), 0.0)
+        self._lost_at = lost_s
         tokens, flops, peak = self.tokens_per_step, self.flops_per_step, self.peak_flops_per_s
         tokens_per_s = None if tokens is None else tokens / seconds
         mfu = None if flops is None or not peak else flops / (seconds * peak)
+        scalars = {name: value.item() for name, value in values.items() if not value.ndim}
+        arrays = {} if len(scalars) == len(values) else {name: value for name, value in values.items() if value.ndim}
         return Record(
             step=step, loss=scalars.pop("loss"), seconds=seconds, tokens_per_s=tokens_per_s, mfu=mfu, metrics=scalars,
             arrays=arrays,
@@ -294,11 +295,13 @@ class Run:
         self.last = record
         self.skipped += not finite
         self._consecutive_skipped = 0 if finite else self._consecutive_skipped + 1
-        for hook in self.hooks:
-            hook.on_record(self, record)
+        for on_record in self._on_record:
+            on_record(self, record)
+        if finite:
+            return
         skipped, values = self._consecutive_skipped, f"loss {record.loss}, grad_norm {record.metrics.get('grad_norm')}"
         all_skipped = record.step == self.steps and skipped == record.step - self.first_step
-        if not finite and self.raise_nonfinite:
+        if self.raise_nonfinite:
             reason = f"the gradients are not finite ({values}), so the update was skipped"
             fix = "check the batch, lower the learning rate or clip gradients; or use nonfinite='skip'"
         elif skipped >= self.max_skipped or all_skipped:
@@ -308,6 +311,40 @@ class Run:
             return
         self.reason = "nonfinite"
         raise problem(f"step {record.step}", "update the parameters", reason, fix, code="not-finite")
+
+
+class _Phase:
+    """The context manager of `Run.within`. A generator would take several times as long, in each step."""
+
+    def __init__(self, run: Run, phase: str) -> None:
+        self._run, self._phase = run, phase
+
+    def __enter__(self) -> None:
+        self._previous, self._began = self._run.phase, time.perf_counter()
+        self._run.phase = (self._phase, self._began)
+        self._busy = watchdog.busy(PHASES[self._phase])
+        self._busy.__enter__()
+        self._annotation = jax.profiler.TraceAnnotation(f"meshpar:{self._phase}")
+        self._annotation.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        run, phase = self._run, self._phase
+        self._annotation.__exit__(*error)
+        self._busy.__exit__(*error)
+        run.phase = self._previous
+        seconds = time.perf_counter() - self._began
+        if phase != "data":
+            run.waited_s += seconds
+            run.lost_s[phase] += seconds
+        # No time is lost to waiting for data while the devices are still computing earlier steps.
+        elif seconds > _PREFETCHED_S and run.is_idle():
+            run.lost_s[phase] += seconds
+
+
+def _overriding(hooks: Sequence[Hook], method: str) -> list[Callable[..., None]]:
+    """Return a method of the hooks that define it."""
+    methods = [getattr(hook, method) for hook in hooks]
+    return [bound for bound in methods if getattr(bound, "__func__", None) is not getattr(Hook, method)]
 
 
 def fit(
@@ -370,6 +407,7 @@ def fit(
         state=state, batches=batches, steps=steps, hooks=sorted(all_hooks, key=lambda hook: hook.order),
         tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops_per_s=peak_flops_per_s,
         raise_nonfinite=getattr(getattr(step, "options", None), "nonfinite", None) == "raise", max_skipped=max_skipped,
+        read=step.read if isinstance(step, TrainStep) else to_host,
     )  # fmt: skip
     del state  # the first step donates it
     with _started_hooks(run):
@@ -422,13 +460,6 @@ def restore_or_init(
             raise problem(f"step {restored.step}", "restore the data position", reason, fix, code="not-found")
         batches.set_state(restored.data_state)
     return restored.state
-
-
-def _to_host(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Wait for metrics, and return the scalars and the arrays."""
-    arrays = {name: np.asarray(value) for name, value in metrics.items()}
-    scalars = {name: value.item() for name, value in arrays.items() if value.ndim == 0}
-    return scalars, {name: value for name, value in arrays.items() if value.ndim}
 
 
 # ---- Checkpoints and validation --------------------------------------------------------------------------------------
@@ -557,8 +588,8 @@ class Validator(Hook):
             in_flight.append(self._step(state, batch))
             counts = {name for name, x in in_flight[-1].items() if is_counted(x)}
             if len(in_flight) > STEPS_IN_FLIGHT:
-                results.append(_to_host(in_flight.popleft())[0])
-        results += [_to_host(metrics)[0] for metrics in in_flight]
+                results.append(_scalars(in_flight.popleft()))
+        results += map(_scalars, in_flight)
         if not results:
             raise problem("Validator", "average over batches", "there are none", "pass at least one batch", "exhausted")
         weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in results]
@@ -570,6 +601,10 @@ class Validator(Hook):
         }
         values = {**total, **means, LOSS_WEIGHT: math.fsum(weights)}
         return {name: values[name] for name in results[0]}
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value.item() for name, value in to_host(metrics).items() if not value.ndim}
 
 
 def _check_every(where: str, every: int | None) -> int | None:

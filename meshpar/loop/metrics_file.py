@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -42,6 +43,7 @@ class MetricsFile(Hook):
     ) -> None:
         self._path, self._also = Path(path), also
         self._writes = self._is_cut = self._was_warned = False
+        self._file: io.FileIO | None = None
 
     def on_start(self, run: Run) -> None:
         if jax.process_index() != 0:
@@ -70,10 +72,7 @@ class MetricsFile(Hook):
         if not self._writes:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened for each line and unbuffered, so that a killed process or a removed file loses no later line.
-            with open(open_no_link(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
-                file.write(b"\n" * self._is_cut + json_line(values).encode())
+            self._open().write(b"\n" * self._is_cut + json_line(values).encode())
             self._is_cut = False
         except OSError as error:
             self._is_cut = True
@@ -82,6 +81,25 @@ class MetricsFile(Hook):
                 text = f"the line of step {values['step']} is lost ({error.strerror or error}). The run continues"
                 warnings.warn(f"{self._path}: {text}", stacklevel=2)
 
+    def _open(self) -> io.FileIO:
+        """Return the open file. It is unbuffered, and opened again if it was removed, so that no later line is lost."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self._path)):
+                    return self._file
+            self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = io.FileIO(open_no_link(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+        return self._file
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
 
 def json_line(values: Mapping[str, Any]) -> str:
     """Format values as a line of strict JSON."""
@@ -89,7 +107,7 @@ def json_line(values: Mapping[str, Any]) -> str:
     line: dict[str, Any] = {name: None if name in nonfinite else x for name, x in values.items()}
     if nonfinite:
         line["nonfinite"] = nonfinite
-    return json.dumps(line, allow_nan=False) + "\n"
+    return _ENCODER.encode(line) + "\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

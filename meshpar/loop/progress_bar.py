@@ -15,6 +15,9 @@ import jax
 from meshpar.loop.fit import PHASES, Hook, Record, Run, Validation
 from meshpar.sharding.units import human_count
 
+_REFRESH_S = 0.1
+"""Minimum time between two updates of the bar. A thread of rich draws it every 0.25 s."""
+
 
 class ProgressBar(Hook):
     """Hook that shows the step, the loss, tokens per second and the remaining time, on process 0.
@@ -58,7 +61,7 @@ class ProgressBar(Hook):
         if record.step > self._first[0]:
             mean_s = self._mean_step_s
             self._mean_step_s = record.seconds if mean_s is None else 0.9 * mean_s + 0.1 * record.seconds
-        if self._bar is not None or now - self._shown_at >= self._every_s:
+        if now - self._shown_at >= (self._every_s if self._bar is None else _REFRESH_S):
             self._show(run)
 
     def on_validation(self, run: Run, validation: Validation) -> None:

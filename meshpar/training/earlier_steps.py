@@ -40,15 +40,19 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
     """
     reason, fix = "it contains no `finite`", 'pass the metrics of mp.train_step(loss_fn, nonfinite="raise")'
     check_cases("check_finite(metrics)", "check them", "missing-argument", ("finite" not in metrics, reason, fix))
-    if not bool(to_host(metrics["finite"])):
-        values = ", ".join(f"{name} {float(to_host(metrics[name]))}" for name in ("loss", "grad_norm"))
+    if not bool(_to_host(metrics["finite"])):
+        values = ", ".join(f"{name} {float(_to_host(metrics[name]))}" for name in ("loss", "grad_norm"))
         reason = f"the gradients are not finite ({values}), so the update was skipped"
         fix = "check the batch, lower the learning rate or clip gradients; or use nonfinite='skip'"
         raise problem("the training step", "update the parameters", reason, fix, code="not-finite")
 
 
-def to_host(x: Any) -> np.ndarray:
-    """Wait for a metric and return it as a NumPy array."""
+def to_host(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Wait for metrics and return them as NumPy arrays."""
+    return {name: _to_host(x) for name, x in metrics.items()}
+
+
+def _to_host(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         x = x.addressable_data(0)  # NumPy converts an array of one device in a tenth of the time
     return np.asarray(x)
@@ -90,7 +94,7 @@ class EarlierSteps:
         if self._raises:
             check_finite(metrics)
         if not self._has_warned and LOST_UPDATES in metrics:
-            share = float(to_host(metrics[LOST_UPDATES]))
+            share = float(_to_host(metrics[LOST_UPDATES]))
             if share >= MIN_REPORTED_LOSS:
                 self._has_warned = True
                 warnings.warn(

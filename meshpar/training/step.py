@@ -232,7 +232,7 @@ class TrainStep(_Program):
 
     def read(self, metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Wait for metrics that this step has returned, and return their values. The step does not read them again."""
-        values = {name: to_host(x) for name, x in metrics.items()}
+        values = to_host(metrics)
         for earlier in self._earlier.values():
             earlier.replace(metrics, values)
         return values

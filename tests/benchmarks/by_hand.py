@@ -98,8 +98,12 @@ def restore(folder: str | os.PathLike[str], like: Any, step: int = 0) -> Any:
         return jax.block_until_ready(manager.restore(step, args=ocp.args.StandardRestore(like)))
 
 
-def train(steps: int, out: str) -> None:
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def make_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def make_step(mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
+    """Return parameters, optimizer state, and `step(params, opt_state, batch)`. The mesh is set in jax's context."""
     schedule = optax.warmup_cosine_decay_schedule(0, 4e-3, 50, 1000, 4e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
 
@@ -114,7 +118,6 @@ def train(steps: int, out: str) -> None:
     key = jax.random.key(0)
     abstract = jax.eval_shape(init, key)
     shardings = jax.tree.map(shard, nnx.get_partition_spec(abstract), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    jax.set_mesh(mesh)
     params, opt_state = jax.jit(init, out_shardings=shardings)(key)
     with nnx.use_eager_sharding(False):
         graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
@@ -130,11 +133,19 @@ def train(steps: int, out: str) -> None:
         return optax.apply_updates(params, updates), opt_state, metrics
 
     step = jax.jit(update, donate_argnums=(0, 1), out_shardings=(*shardings, shard(PartitionSpec())))
+    return params, opt_state, step
+
+
+def train(steps: int, out: str) -> None:
+    mesh = make_mesh()
+    jax.set_mesh(mesh)
+    params, opt_state, step = make_step(mesh)
+    batch_sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     text, rng = read_text(), np.random.default_rng(0)
     for number in range(1, steps + 1):
         starts = rng.integers(0, len(text) - SEQ_LEN - 1, BATCH)
         batch = np.stack([text[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int32)
-        params, opt_state, metrics = step(params, opt_state, jax.device_put(batch, shard(PartitionSpec("fsdp"))))
+        params, opt_state, metrics = step(params, opt_state, jax.device_put(batch, batch_sharding))
         print(f"step {number}/{steps}  loss {metrics['loss']:.3f}", flush=True)
     save(out, {"params": nnx.to_pure_dict(params), "opt_state": jax.tree.leaves(opt_state)}, steps)
 

@@ -134,6 +134,43 @@ def test_data_wait_is_a_phase_of_the_watchdog(monkeypatch):
     assert phases[-1] is None
 
 
+@pytest.mark.parametrize(("wait_s", "ready", "lost"), [(0.5, True, 2.0), (0.5, False, 0.5), (1e-5, True, 0.0)])
+def test_time_is_lost_to_data_only_while_the_devices_are_idle(monkeypatch, wait_s, ready, lost):
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr("meshpar.loop.fit.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(Scalar, "is_ready", lambda self: ready, raising=False)
+
+    def batches():
+        for _ in range(4):
+            clock.now += wait_s
+            yield {}
+
+    class Account(Hook):
+        def on_end(self, run, reason):
+            assert run.lost_s == pytest.approx({"compile": 0, "data": lost, "save": 0, "validate": 0})
+
+    run(4, batches=batches(), hooks=[Account()])
+
+
+def test_only_methods_that_hooks_define_are_called():
+    class Quiet(Hook):
+        pass
+
+    class Assigned(Hook):
+        def __init__(self):
+            self.steps = []
+            self.on_record = lambda run, record: self.steps.append(record.step)
+
+    class Count(Hook):
+        def on_dispatched(self, run):
+            assert len(run._on_dispatched) == 2  # with the hook for Ctrl-C
+            assert len(run._on_record) == 1
+
+    assigned = Assigned()
+    run(3, hooks=[Quiet(), assigned, Count()])
+    assert assigned.steps == [1, 2, 3]
+
+
 def test_fit_continues_from_the_step_of_the_state():
     log = Log()
     assert run(5, hooks=[log], state=State(3)).step == 5

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -130,20 +132,22 @@ def test_lost_validations_of_a_resumed_run_are_reported(tmp_path, damage, lost):
 
 def test_lines_that_cannot_be_written_are_lost_with_a_warning(tmp_path, monkeypatch):
     """The disk is full in steps 2 and 3, and has room for a part of the first of these lines."""
-    path, real_open = tmp_path / "m", metrics_file.open_no_link
+    path, now = tmp_path / "m", types.SimpleNamespace(step=0)
+
+    class Disk(io.FileIO):
+        def write(self, content):
+            if now.step in (2, 3):
+                super().write(b'{"st' * (now.step == 2))
+                raise OSError(28, "No space left on device")
+            return super().write(content)
 
     class FillDisk(Hook):
         order = -1
 
         def on_record(self, run, record):
-            def opened(path, flags):
-                if record.step in (2, 3):
-                    path.write_bytes(path.read_bytes() + b'{"st' * (record.step == 2))
-                    raise OSError(28, "No space left on device")
-                return real_open(path, flags)
+            now.step = record.step
 
-            monkeypatch.setattr(metrics_file, "open_no_link", opened)
-
+    monkeypatch.setattr(metrics_file, "io", types.SimpleNamespace(FileIO=Disk))
     with pytest.warns(UserWarning, match="the line of step 2 is lost .No space left on device") as warned:
         run(6, hooks=[FillDisk(), MetricsFile(path)])
     assert len(warned) == 1

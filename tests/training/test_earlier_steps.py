@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.training.earlier_steps import STEPS_IN_FLIGHT, EarlierSteps
+from meshpar.training import earlier_steps
+from meshpar.training.earlier_steps import STEPS_IN_FLIGHT, EarlierSteps, to_host
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.training.test_optimizers import BATCH, MODEL, loss
@@ -84,3 +85,34 @@ def test_steps_in_flight_are_not_read():
         steps.add(index, index + 1, {"finite": Unread()})
     with pytest.raises(AssertionError):
         steps.add(STEPS_IN_FLIGHT + 1, STEPS_IN_FLIGHT + 2, {"finite": Unread()})
+
+
+def test_metrics_that_the_caller_has_read_are_not_read_again():
+    class ReadOnce:
+        def __init__(self, value):
+            self.value, self.count = value, 0
+
+        def __array__(self, dtype=None, copy=None):
+            self.count += 1
+            assert self.count == 1
+            return np.asarray(self.value)
+
+    steps = EarlierSteps(raises=True)
+    metrics = [
+        {"loss": ReadOnce(1.0), "finite": ReadOnce(index != 1), "grad_norm": ReadOnce(2.0)} for index in range(5)
+    ]
+    for index in range(4):
+        steps.add(index, index + 1, metrics[index])
+        steps.replace(metrics[index], to_host(metrics[index]))
+    with raises("not-finite", "the training step"):
+        steps.add(4, 5, metrics[4])
+
+
+def test_fit_reads_the_metrics_of_a_step_once(monkeypatch):
+    read = []
+    monkeypatch.setattr(earlier_steps, "_to_host", lambda x: read.append(x) or np.asarray(x))
+    step, num_steps = mp.train_step(loss), 6
+    result = mp.fit(step, new_state(), [BATCH] * num_steps, steps=num_steps)
+    step(result.state, BATCH)
+    names = 4  # loss, loss_weight, grad_norm, finite
+    assert len([x for x in read if not isinstance(x, np.ndarray)]) == num_steps * names
