@@ -17,23 +17,20 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
-from meshpar.data.batches import Sharding, ValidBatches, shuffled, spread_evenly
+from meshpar.data.batches import RowOrder, Sharding, Shuffled, ValidBatches, spread_evenly
 from meshpar.data.rows import JoinedRows
 from meshpar.data.source import TokenSource, checked_files
 from meshpar.data.text import find
 from meshpar.sharding.errors import MeshparError, check_number, near, problem
 
-if TYPE_CHECKING:
-    import grain
-
 
 class Mixture:
-    """Interleaving of sources in exact proportion to their weights, as a selection map of grain.
+    """Interleaving of sources in exact proportion to their weights, which can be used as a selection map of grain.
 
     In the first `n` examples, the first source has `n` times its weight, rounded up. The remaining examples are divided
     among the other sources by the same rule. `grain.MapDataset.mix` has the same order, but it rounds weights to 1 % of
@@ -64,6 +61,18 @@ class Mixture:
         before, after = self.counts(index), self.counts(index + 1)
         source = next(i for i, count in enumerate(before) if after[i] != count)
         return source, before[source]
+
+
+@dataclasses.dataclass(frozen=True)
+class _MixedOrder:
+    """The orders of several sources, interleaved by a mixture."""
+
+    mixture: Mixture
+    orders: Sequence[RowOrder]
+
+    def __getitem__(self, position: int) -> int:
+        source, index = self.mixture[position]
+        return self.orders[source][index]
 
 
 class MixedSource(TokenSource):
@@ -97,15 +106,13 @@ class MixedSource(TokenSource):
         identity = [(name, weight, part.fingerprint) for (name, part), weight in entries]
         return hashlib.blake2b(f"mixture {identity}".encode(), digest_size=16).hexdigest()
 
-    def order(self) -> grain.MapDataset[int] | None:
+    def order(self) -> RowOrder | None:
         """Return the infinite order of the training rows: sources in proportion to their weights, each shuffled."""
-        import grain
-
         parts = zip(self.parts.items(), self._starts, strict=True)
         orders = [
-            shuffled(start, start + len(part.train_rows), seed=f"{self.seed} {name}") for (name, part), start in parts
+            Shuffled(start, start + len(part.train_rows), seed=f"{self.seed} {name}") for (name, part), start in parts
         ]
-        return grain.MapDataset.select_from_datasets(orders, self.mixture)
+        return _MixedOrder(self.mixture, orders)
 
     def valid_by_source(self, sharding: Sharding = None) -> dict[str, ValidBatches]:
         """Return batches of each validation set, identical in all iterations."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from meshpar.data.batches import Batches, Sharding, ValidBatches, check_batch_size, spread_evenly
+from meshpar.data.batches import Batches, RowOrder, Sharding, ValidBatches, check_batch_size, spread_evenly
 from meshpar.data.rows import Rows
 from meshpar.data.split import check_fraction
 from meshpar.data.tokens import Tokenizer
 from meshpar.sharding.errors import check_int, check_positive_int, problem
-
-if TYPE_CHECKING:
-    import grain
 
 
 @runtime_checkable
@@ -80,7 +77,7 @@ class RowSource(Source):
             sharding=sharding, prefetch=self.data.prefetch, extra=self._extra, order=self.order(),
         )  # fmt: skip
 
-    def order(self) -> grain.MapDataset[int] | None:
+    def order(self) -> RowOrder | None:
         """Return the order of the training rows for `Batches`. None shuffles all rows in each epoch."""
         return None
 

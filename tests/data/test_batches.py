@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar
-from meshpar.data.batches import Batches, ValidBatches, spread_evenly
+from meshpar.data.batches import Batches, Shuffled, ValidBatches, spread_evenly
 from tests.errors import raises
 from tests.pod.pods import free_port, run_together
 
@@ -64,6 +65,14 @@ def test_epoch_has_each_row_once(num_rows, batch_size, seed):
         served = np.concatenate([it.row_numbers(step) for step in range(-(-epochs * num_rows // batch_size))])
     for epoch in served[: epochs * num_rows].reshape(epochs, num_rows):
         assert sorted(epoch.tolist()) == list(range(num_rows))
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 2), (5, 37), (3, 2**20 + 1)])
+def test_order_is_that_of_grain(start, length):
+    order = Shuffled(start, start + length, seed="3")
+    dataset = grain.MapDataset.range(start, start + length).shuffle(seed=order.seed).repeat()
+    for position in [*range(80), 5 * length - 1, 5 * length, 10**12]:
+        assert order[position] == dataset[position]
 
 
 def test_order_depends_on_epoch_and_seed():
@@ -314,6 +323,7 @@ def run_processes(program, count, *args):
 
 LEG = """
 import json, os, sys
+import grain
 import jax
 count, steps, state = map(json.loads, sys.argv[1:])
 jax.distributed.initialize(f"127.0.0.1:{os.environ['PORT']}", count, int(os.environ["NUMBER"]))

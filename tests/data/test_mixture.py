@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 
 import grain
 import numpy as np
@@ -72,6 +73,10 @@ def test_mixture_is_exact_and_agrees_with_grain():
 
 def test_batches_have_the_weights_of_the_sources(folder):
     source = opened()
+    order = source.order()
+    parts = [grain.MapDataset.range(sys.maxsize).map(shuffled.__getitem__) for shuffled in order.orders]
+    selected = grain.MapDataset.select_from_datasets(parts, source.mixture)
+    assert [order[i] for i in range(150)] == [selected[i] for i in range(150)]
     assert isinstance(source, Source)
     assert source.shares == {"code": 0.3, "web": 0.7}
     for batch in owners(source, 20):
