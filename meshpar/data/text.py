@@ -23,7 +23,7 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,13 +126,15 @@ def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, b
     if entry == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         excluded = {"site-packages", "dist-packages"}
-        paths = [p for p in root.rglob("*.py") if not excluded & {*p.parts} and not p.match("_sysconfigdata*")]
+        paths = _walk(root, lambda folder: folder not in excluded)
+        paths = [p for p in paths if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")]
     elif path.is_file():
         yield path, 1, True
         return
     elif path.is_dir():
         root = path
-        paths = [p for p in root.rglob("*") if p.suffix in suffixes and not _is_hidden(p.relative_to(root))]
+        paths = _walk(root, lambda folder: not folder.startswith("."))
+        paths = [p for p in paths if p.suffix in suffixes and not p.name.startswith(".")]
     elif glob.has_magic(entry):
         parts = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
         root, paths = Path(*parts), [Path(match) for match in glob.glob(str(path), recursive=True)]
@@ -147,6 +149,15 @@ def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, b
         raise _no_match(where, str(root), suffixes)
     for path in paths:
         yield path, len(path.relative_to(root).parts), False
+
+
+def _walk(root: Path, is_entered: Callable[[str], bool]) -> list[Path]:
+    """Return all files below a folder, without those in subfolders for whose name `is_entered` is False."""
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = filter(is_entered, subfolders)
+        paths += [Path(folder, name) for name in names]
+    return paths
 
 
 def _no_match(where: str, root: str, suffixes: Sequence[str]) -> Exception:

@@ -231,7 +231,11 @@ class Setup:
             opt_state, counts = self.tx.init(self.trained(params)), (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
             return self._state(params, opt_state, extra, jax.random.key_data(step_key), counts)
 
-        return self.jit(make, self.shardings)
+        # The program runs once. At level 1, it computes the same values, and XLA compiles it in two thirds of the time.
+        is_cpu = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+        return self.jit(
+            make, self.shardings, compiler_options={"xla_backend_optimization_level": 1} if is_cpu else None
+        )
 
 
 @jax.tree_util.register_dataclass

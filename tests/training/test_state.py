@@ -227,3 +227,11 @@ def test_load_params_copies_weights_used_twice(again):
     assert float(metrics["loss"]) == 1  # policy and reference cancel
     np.testing.assert_array_equal(loaded.params["ref"]["w"], before["policy"]["w"])
     assert (np.asarray(loaded.params["policy"]["w"]) != before["policy"]["w"]).any()
+
+
+def test_the_program_of_init_computes_the_same_values_with_all_optimizations():
+    mesh, strategy = mp.MeshSpec(fsdp=4, tensor=2).build(), mp.fsdp() | mp.tensor_parallel()
+    setup = make_setup(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    words = np.array([0, 7], np.uint32)
+    optimized = setup.lower_init().compile({"xla_backend_optimization_level": 3})
+    jax.tree.map(np.testing.assert_array_equal, optimized(words), setup.init(7))
