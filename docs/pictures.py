@@ -210,9 +210,33 @@ def budgets() -> Figure:
     return figure
 
 
+def diff() -> Figure:
+    """Draw the differences of the equations of the example in docs/diff.md, in the order of the program."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read with the first device
+    example = (ROOT / "docs" / "diff.md").read_text().split("```python\n")[1].split("```")[0]
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "docs/diff.md", "exec"), namespace)
+    deviations = namespace["difference"].deviations
+    figure, (panel,) = figure_of(8.0, 2.8)
+    for at, phase in enumerate(("forward", "backward", "update")):
+        numbers = [number for number, deviation in enumerate(deviations) if deviation.phase == phase]
+        ratios = [max(deviations[number].ratio, 1e-3) for number in numbers]
+        panel.semilogy(numbers, ratios, "o", ms=4, color=MORE[at], label=phase)
+    panel.axhline(1, color=INK, lw=1)
+    panel.text(0, 1.3, "tolerance: 8 times the measured rounding error", fontsize=8)
+    first = next(number for number, deviation in enumerate(deviations) if deviation.ratio > 1)
+    panel.annotate(
+        f"first different value: {deviations[first].equation}", (first, deviations[first].ratio), (first + 3, 30),
+        fontsize=8, arrowprops={"arrowstyle": "->", "color": INK},
+    )  # fmt: skip
+    panel.set(xlabel="equation of the step", ylabel="difference / tolerance", title="A missing reduction over tensor=2")
+    panel.legend(loc="center right")
+    return figure
+
+
 PICTURES = {
     draw.__name__: draw
-    for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods, budgets)
+    for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods, budgets, diff)
 }
 
 

@@ -44,7 +44,7 @@ TYPES = (
 ROOT_PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages outside docs/, and their names in the site."""
 TOPICS = (
-    "models", "strategies", "losses", "training", "runs", "loop", "huggingface", "explain", "planning", "pods",
+    "models", "strategies", "losses", "training", "runs", "loop", "huggingface", "explain", "diff", "planning", "pods",
     "pipeline", "moe", "collectives", "performance",
 )  # fmt: skip
 """Order of the topic pages. Other pages of docs/ follow."""

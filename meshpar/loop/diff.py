@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 import sysconfig
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.loop.difference import (
     CAUSES,
+    Deviation,
     Line,
     Origin,
     ValueDifference,
@@ -55,6 +56,10 @@ _ORDER = ("loss", "gradient", "variable", "optimizer", "parameter", "metric", "s
 """Kinds of results, most important first."""
 _MIN_SCALED = 3
 """Number of values with the same factor that show that an engine scales the values of a part of the batch."""
+_REDUCTIONS = {"psum", "psum_invariant", "reduce_scatter", "all_gather", "all_to_all", "ppermute", "shard_map"}
+"""Primitives that may read partial sums."""
+_MAX_RATIO = 1e30
+"""Ratio of values that are not finite, which JSON does not support."""
 _MAX_LINES = 4
 """Number of lines of a traceback in a report."""
 Key = int | str
@@ -72,6 +77,7 @@ def diff(
     mesh: Any = None,
     strategy: Any = None,
     model: Model | None = None,
+    find_origin: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> ValueDifference:
     """Run a step in two layouts or versions, and find the first value that differs by more than rounding.
@@ -91,6 +97,7 @@ def diff(
       mesh: the mesh of the other step. By default the mesh of the state.
       strategy: the strategy of the other step. By default the strategy of the state.
       model: the model of the other step, with the same parameters. By default the model of the state.
+      find_origin: whether to compare the values of equations. If False, only the results are compared.
       max_bytes: limit for the bytes of the values that a run returns.
 
     Returns:
@@ -106,7 +113,8 @@ def diff(
       no difference: loss, 2 gradients, 2 parameters and 5 arrays of optimizer state are equal
     """
     check_state("diff(step, state, batch)", state)
-    first = _Run(step, _tagged(state.setup), state, batch)
+    is_same_code = model is None and (other is None or other.loss_fn is step.loss_fn)
+    first = _Run(step, _tagged(state.setup), state, batch, by_line=is_same_code)
     setup = make_setup(
         model or state.setup.model, state.setup.tx, mesh or state.setup.given_mesh, strategy or state.setup.strategy,
         precision=state.setup.precision, trainable=state.setup.trainable,
@@ -116,10 +124,10 @@ def diff(
         "diff(model=...)", "start from the same parameters", "wrong-shape",
         (shapes != given, "the models have different parameters", "pass a model with equal paths, shapes and dtypes"),
     )  # fmt: skip
-    second = _Run(other or step, _tagged(setup), state, batch)
+    second = _Run(other or step, _tagged(setup), state, batch, by_line=is_same_code)
     is_swapped = second.num_devices < first.num_devices
     reference, layout = (second, first) if is_swapped else (first, second)
-    return _Search(reference, layout, max_bytes).result()
+    return _Search(reference, layout, max_bytes).result(find_origin)
 
 
 def _tagged(setup: Setup) -> Setup:
@@ -136,10 +144,10 @@ def _tagged(setup: Setup) -> Setup:
 
 
 class _Run:
-    """A traced step with its arguments."""
+    """A traced step with its arguments. Its equations are identified by their lines, or only by their functions."""
 
-    def __init__(self, step: TrainStep, setup: Setup, state: TrainState, batch: PyTree) -> None:
-        self.setup, self.num_devices = setup, setup.mesh.size
+    def __init__(self, step: TrainStep, setup: Setup, state: TrainState, batch: PyTree, *, by_line: bool) -> None:
+        self.setup, self.num_devices, self.by_line = setup, setup.mesh.size, by_line
         host = jax.device_get(state.replace(setup=setup))
         with NAMED_MODULES.set(True):
             self.step = TrainStep(step.loss_fn, step.options)
@@ -160,7 +168,10 @@ class _Run:
 
     def run(self, nodes: Collection[int], noises: Sequence[int] = ()) -> list[dict[Any, np.ndarray]]:
         """Capture the values of nodes. Return the outputs and values for each noise, by name and by node."""
-        selected = [self.graph.nodes[index].path for index in sorted(nodes)]
+        missing = [index for index in sorted(nodes) if index not in self.values]
+        if not missing and not noises and self.outputs:
+            return []
+        selected = [self.graph.nodes[index].path for index in missing]
         is_noisy = bool(noises)
 
         def captured(noise: Any, *args: Any) -> Any:
@@ -180,11 +191,11 @@ class _Run:
 
     @functools.cached_property
     def groups(self) -> Mapping[Any, list[int]]:
-        """The nodes of each source position."""
+        """The nodes of each position in the source code."""
         groups = collections.defaultdict(list)
         for index, node in enumerate(self.graph.nodes):
             if node.is_numerical and node.frames:
-                groups[_position(node)].append(index)
+                groups[_position(node, by_line=self.by_line)].append(index)
         return groups
 
 
@@ -207,15 +218,15 @@ def _names_of_outputs(out: tuple[TrainState, Mapping[str, Any]]) -> list[str]:
     return [*names, *("loss" if name == "loss" else f"metric {name}" for name, _ in tree_leaves_with_paths(metrics))]
 
 
-def _position(node: Node) -> Any:
+def _position(node: Node, *, by_line: bool) -> Any:
     """Return the key of equations that correspond to each other in two layouts."""
-    lines: list[tuple[str, int, int]] = []
+    lines: list[Any] = []
     for frame in node.frames:
-        if any(part in frame.file for part in _ENGINES):
-            if not lines:
-                lines.append((frame.file, frame.line, frame.column))
+        is_engine = any(part in frame.file for part in _ENGINES)
+        if not lines or not is_engine:
+            lines.append((frame.file, frame.line, frame.column) if by_line else frame.function.rpartition(".")[2])
+        if is_engine:
             break
-        lines.append((frame.file, frame.line, frame.column))
     is_recomputed = "rematted_computation" in node.scope
     return "transpose(" in node.scope, is_recomputed, tuple(lines), node.primitive, node.path[-1], node.label
 
@@ -237,29 +248,43 @@ class _Search:
         """Return the nodes of the layout that correspond to a node or an output of the reference."""
         if isinstance(key, str):
             return sorted(self.layout.graph.outputs[self.layout.names.index(key)])
-        position = _position(self.reference.graph.nodes[key])
+        position = _position(self.reference.graph.nodes[key], by_line=self.reference.by_line)
         ours, theirs = self.reference.groups.get(position, []), self.layout.groups.get(position, [])
         return [theirs[ours.index(key)]] if len(ours) == len(theirs) else theirs
 
-    def result(self) -> ValueDifference:
+    def result(self, find_origin: bool) -> ValueDifference:
         graph = self.reference.graph
         outputs = dict(zip(self.reference.names, graph.outputs, strict=True))
-        self.capture(self.gradients.values(), is_first=True)
+        region = graph.ancestors({index for nodes in graph.outputs for index in nodes}) if find_origin else set()
+        self.capture(region | set(self.gradients.values()), is_first=True)
         wrong, compared = self.wrong_results()
-        if not wrong:
-            return ValueDifference(compared=compared)
+        if not wrong or not find_origin:
+            return ValueDifference(compared=compared, results=tuple(wrong))
         kind = wrong[0].split()[0]
         targets: list[Key] = [self.gradients.get(name, name) for name in wrong if name.split()[0] == kind]
         starts = {index for key in targets for index in (outputs[key] if isinstance(key, str) else [key])}
-        region = graph.ancestors(starts)
-        while self.capture(region):
+        while True:
             if not self.scales:
-                self.find_scales(region)
+                self.find_scales(graph.ancestors(starts))
             equal = {index for index, match in self.matches.items() if match and match.is_equal}
             region = graph.ancestors(starts, stops=equal)  # type: ignore[arg-type]
+            if not self.capture(region):
+                break
         different = [index for index in region if (match := self.matches.get(index)) and not match.is_equal]
         first = min(different, key=self.time_of) if different else targets[0]
-        return ValueDifference(compared=compared, results=tuple(wrong), origin=self.origin(first, wrong[0]))
+        return ValueDifference(
+            compared=compared, results=tuple(wrong), origin=self.origin(first, wrong[0]),
+            deviations=tuple(self.deviations()),
+        )  # fmt: skip
+
+    def deviations(self) -> Iterator[Deviation]:
+        """Yield the values that were compared element by element."""
+        for index, node in enumerate(self.reference.graph.nodes):
+            match = self.matches.get(index)
+            if match is not None and match.other is not None and self.tolerances[index].largest > 0:
+                largest = float(differences(self.reference.value(index).parts, match.other).max())
+                ratio = min(largest / self.tolerances[index].largest, _MAX_RATIO)
+                yield Deviation(_phase(node.scope), _module(node.scope), node.primitive, ratio)
 
     # -- Comparison ---------------------------------------------------------------------------------------------------
 
@@ -274,18 +299,31 @@ class _Search:
         num_bytes += sum(others[other].num_bytes for theirs in paired.values() for other in theirs)
         stride = max(1, -(-num_bytes // self.max_bytes))
         selected = list(paired)[::-1][::stride]
-        if not selected and not is_first:
+        if is_first:
+            selected = list({*selected, *self.gradients.values()})
+        elif not selected:
             return False
         noisy = self.reference.run(selected, _NOISES)
-        self.layout.run({other for index in selected for other in self.counterparts(index)})
+        captured = {other for index in selected for other in self.counterparts(index)}
+        if stride == 1 and len(selected) > len(self.gradients):
+            captured |= self.only_in_layout_of(captured)
+        self.layout.run(captured)
         for key in (*selected, *(self.reference.outputs if is_first else ())):
             self.compare(key, noisy)
         return True
 
+    def only_in_layout_of(self, captured: Collection[int]) -> set[int]:
+        """Return nodes of the layout that are not captured, of at most the size of those that are."""
+        graph = self.layout.graph
+        outputs = {index for nodes in graph.outputs for index in nodes}
+        others = [i for i in graph.ancestors(outputs) if graph.nodes[i].is_numerical and i not in captured]
+        sizes = [sum(graph.nodes[i].num_bytes for i in nodes) for nodes in (captured, others)]
+        return set(others) if sum(sizes) <= self.max_bytes else set()
+
     def compare(self, key: Key, noisy: Sequence[Mapping[Key, np.ndarray]]) -> None:
         reference, others = self.values(key)
         self.tolerances[key] = Tolerance.of(reference.array, [x[key] for x in noisy], *(x.array.dtype for x in others))
-        self.matches[key] = compare(reference, others, self.tolerances[key])
+        self.matches[key] = self.best_match(reference, others, key, (1.0, *self.scales))
 
     def values(self, key: Key) -> tuple[CapturedValue, list[CapturedValue]]:
         """Return the values of the reference and of the layout."""
@@ -318,8 +356,20 @@ class _Search:
         if votes[factor] < _MIN_SCALED:
             return
         self.scales.add(factor)
-        for index in (index for index, factors in scaled.items() if factor in factors):
-            self.matches[index] = self.matches[index]._replace(is_equal=True)  # type: ignore[union-attr]
+        for index in scaled:
+            self.matches[index] = self.best_match(*self.values(index), index, (1.0, factor))
+
+    def best_match(
+        self, reference: CapturedValue, others: Sequence[CapturedValue], key: Key, scales: Sequence[float]
+    ) -> Match | None:
+        """Return the match with the fewest wrong elements, for the reference times each of the scales."""
+        best: Match | None = None
+        for scale in scales:
+            array = reference.array if scale == 1 else reference.array * np.asarray(scale, reference.array.dtype)
+            match = compare(CapturedValue(array, reference.axes), others, self.tolerances[key].scaled(scale))
+            if match is not None and (best is None or match.wrong.sum() < best.wrong.sum()):
+                best = match
+        return best
 
     def factors(self, index: int) -> set[float]:
         """Return the numbers of parts by which the values of the layout are larger than the reference."""
@@ -333,8 +383,7 @@ class _Search:
 
     def is_scaled(self, reference: CapturedValue, others: Sequence[CapturedValue], key: Key, factor: float) -> bool:
         """Return whether the layout computes the reference times a factor."""
-        scaled = CapturedValue(reference.array * np.asarray(factor, reference.array.dtype), reference.axes)
-        match = compare(scaled, others, self.tolerances[key].scaled(factor))
+        match = self.best_match(reference, others, key, (factor,))
         return match is not None and match.is_equal
 
     # -- The report ---------------------------------------------------------------------------------------------------
@@ -349,7 +398,7 @@ class _Search:
         node = self.reference.graph.nodes[ours]
         ends = [index for index in (*between, *theirs) if layout[index].primitive == "shard_map"]
         inside = [i for index in ends for i in layout[index].inputs if layout[i].is_numerical]
-        self.layout.run([index for index in inside if index not in self.layout.values])
+        self.layout.run(inside)
         reference, others = self.values(first)
         random = any(layout[i].primitive.startswith(("random_", "threefry")) for i in (*between, *theirs))
         candidate = WrongValue(
@@ -357,21 +406,50 @@ class _Search:
             self.layout.setup.sizes, (1.0, *self.scales), random, self.reference.before.get(result),
         )  # fmt: skip
         kind, detail = classify(candidate)
-        partial = unreduced(candidate) if kind == "missing reduction" else None
+        source = unreduced(candidate) if kind == "missing reduction" else None
+        partial = () if source is None else lines_of(layout[inside[source[0]]].frames)
+        if not partial and (chain := self.partial_sums(ours)):
+            kind, axes = "missing reduction", ", ".join(f"`{axis}`" for axis in chain[1])
+            detail, partial = (
+                f"computed from partial sums: the reduction over {axes} is missing",
+                lines_of(chain[0].frames),
+            )
         arrays = [self.layout.outputs[first]] if isinstance(first, str) else [self.layout.values[i] for i in theirs]
         wrong = match.wrong.reshape(reference.array.shape)
-        largest = math.nan if match.other is None else float(differences(reference.parts, match.other).max())
+        largest = math.inf if match.other is None else float(differences(reference.parts, match.other).max())
         lines = lines_of(node.frames)
+        operands = dict.fromkeys(
+            line for k in theirs for i in layout[k].inputs for line in lines_of(layout[i].frames)[:1]
+        )
         extra = dict.fromkeys(lines_of(layout[index].frames)[:_MAX_LINES] for index in between)
         return Origin(
             module=_module(node.scope), phase=_phase(node.scope), equation=node.primitive, source=lines[0],
-            callers=lines[1:_MAX_LINES], user=_user_line(lines), between=tuple(extra),
-            unreduced=() if partial is None else lines_of(layout[inside[partial[0]]].frames)[:_MAX_LINES],
-            shape=node.shape, dtype=str(node.dtype), iteration=self.time_of(first)[1:-1:2],
-            devices=devices_of(arrays[0], wrong) if len(arrays) == 1 else (), wrong=float(match.wrong.mean()),
-            rows=extent_of(match.wrong), largest=largest, tolerance=self.tolerances[first].largest, kind=kind,
-            detail=detail, cause=CAUSES[kind],
+            callers=lines[1:_MAX_LINES], user=_user_line(lines), between=tuple(extra), operands=tuple(operands),
+            unreduced=partial[:_MAX_LINES], shape=node.shape, dtype=str(node.dtype),
+            iteration=self.time_of(first)[1:-1:2], devices=devices_of(arrays[0], wrong) if len(arrays) == 1 else (),
+            wrong=float(match.wrong.mean()), rows=extent_of(match.wrong), largest=largest if largest < math.inf else None,
+            tolerance=self.tolerances[first].largest, kind=kind, detail=detail, cause=CAUSES[kind],
         )  # fmt: skip
+
+    def partial_sums(self, index: int) -> tuple[Node, tuple[str, ...]] | None:
+        """Return the equation whose partial sums an equation reads without a reduction, and the axes of the sums."""
+        nodes = self.reference.graph.nodes
+        node, axes = nodes[index], None
+        if node.primitive in _REDUCTIONS:
+            return None
+        while True:
+            pending, partial = list(node.inputs), None
+            while pending and partial is None:
+                operand = pending.pop()
+                match = self.matches.get(operand)
+                summed = tuple(axis for axis in match.summed if axis is not None) if match and match.is_equal else ()
+                if summed and axes in (None, summed):
+                    partial, axes = nodes[operand], summed
+                elif nodes[operand].primitive in COPIES:
+                    pending += nodes[operand].inputs
+            if partial is None:
+                return None if axes is None else (node, axes)
+            node = partial
 
     def only_in_layout(self, key: Key, theirs: Sequence[int]) -> list[int]:
         """Return nodes of the layout without a counterpart, from which `theirs` are computed.
@@ -387,7 +465,7 @@ class _Search:
         between = graph.ancestors(starts, stops=compared)
         reference, _ = self.values(key)
         similar = [i for i in between if graph.nodes[i].is_numerical]
-        self.layout.run([index for index in similar if index not in self.layout.values])
+        self.layout.run(similar)
         right = [index for index in similar if self.determines(index, key, reference)]
         between = graph.ancestors(starts, stops={*compared, *right})
         return sorted(i for i in between if lines_of(graph.nodes[i].frames) and graph.nodes[i].primitive not in COPIES)

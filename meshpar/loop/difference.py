@@ -26,15 +26,15 @@ from meshpar.sharding.printing import Plain
 
 CAUSES = {
     "not finite": "a division by zero, an overflow, or a fully masked row of a softmax",
-    "missing reduction": "a value is a partial sum on each device: a psum, or an out_specs with the axis, is missing",
-    "factor": "a sum is taken for a mean or a mean for a sum, or a value is reduced twice over the axis",
-    "rows": "rows of another device, a mask of another shard, or a dropped or repeated microbatch",
-    "order": "rows are gathered in another order: the order of mesh axes, or a permutation that is not undone",
-    "stale": "a buffer is read before it is written, or an index is off by one",
+    "missing reduction": "a psum is missing, or a partial sum leaves a shard_map as if it were replicated",
+    "factor": "a sum in place of a mean, a mean in place of a sum, or two reductions over the axis",
+    "rows": "rows or the mask of a different shard, or a dropped or repeated microbatch",
+    "order": "a gather in a different order of mesh axes, or a permutation without its inverse",
+    "stale": "a read before the write of a buffer, or an index that is off by one",
     "not updated": "the update is not applied or not returned",
     "random": "a random key is not folded with the same index, or depends on the device",
     "zero": "a mask, an index out of bounds, or a buffer that is not written",
-    "values": "the equation itself, or its inputs in the lines listed above",
+    "values": "an error in the equation, or in the lines listed above",
 }
 """The usual cause of each kind of difference."""
 
@@ -69,9 +69,11 @@ class Origin(Plain):
     callers: tuple[Line, ...]
     """The callers of that line, innermost first."""
     user: Line | None
-    """The innermost of all callers outside of meshpar and of installed packages."""
+    """The innermost caller in the user's code."""
     between: tuple[tuple[Line, ...], ...]
-    """Lines that only the other layout runs, between the last right values and this value, each with its callers."""
+    """Lines that only the other layout runs, after the last equal values. Each line has its callers."""
+    operands: tuple[Line, ...]
+    """The lines that compute the operands of the equation."""
     unreduced: tuple[Line, ...]
     """For a missing reduction, the line that computes the partial sums, and its callers."""
     shape: tuple[int, ...]
@@ -79,13 +81,13 @@ class Origin(Plain):
     iteration: tuple[int, ...]
     """The first iteration with wrong elements, for each enclosing loop."""
     devices: tuple[str, ...]
-    """Mesh coordinates of devices with wrong elements. Empty if all devices have wrong elements, or if unknown."""
+    """Mesh coordinates of devices with wrong elements. Empty for all devices and for values inside a `shard_map`."""
     wrong: float
     """Share of the elements that are wrong."""
     rows: str
     """The indices of wrong elements along the dims where only a part is wrong: "dim 0: 2-3"."""
-    largest: float
-    """Largest absolute difference; inf if the value is not finite, nan if elements do not correspond."""
+    largest: float | None
+    """Largest absolute difference. None for values that are not finite and for rows without a counterpart."""
     tolerance: float
     kind: str
     detail: str
@@ -96,8 +98,18 @@ class Origin(Plain):
     def lines(self) -> tuple[Line, ...]:
         """The lines to look at."""
         first = (*self.unreduced, *(lines[0] for lines in self.between)) or (self.source,)
-        others = (*(line for lines in self.between for line in lines[1:]), *self.callers)
+        others = (*self.operands, *(line for lines in self.between for line in lines[1:]), *self.callers)
         return tuple(dict.fromkeys((*first, *others)))
+
+
+class Deviation(NamedTuple):
+    """The largest difference of a compared value."""
+
+    phase: str
+    module: str
+    equation: str
+    ratio: float
+    """In units of the tolerance."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +121,9 @@ class ValueDifference(Plain):
     results: tuple[str, ...] = ()
     """Results of the step that differ, most important first."""
     origin: Origin | None = None
-    """The first value that differs. None if no equation of both layouts differs."""
+    """The first value that differs. None if all results are equal, and with `find_origin=False`."""
+    deviations: tuple[Deviation, ...] = ()
+    """The values that were compared element by element, in the order of the program."""
     derived = ("is_equal",)
 
     @property
@@ -128,7 +142,7 @@ class ValueDifference(Plain):
         lines = [f"different: {', '.join(self.results[:3])}{more}"]
         origin = self.origin
         if origin is None:
-            return "\n".join([*lines, "  no equation that both layouts run differs"])
+            return lines[0]
         where = f" of module `{origin.module}`" if origin.module else ""
         chain = _chain(origin.source, *origin.callers)
         lines.append(f"first different value: {origin.phase}{where}, `{origin.equation}` at {chain}")
@@ -141,9 +155,11 @@ class ValueDifference(Plain):
             lines.append(f"  first in iteration {', '.join(map(str, origin.iteration))} of the enclosing loops")
         if origin.devices:
             lines.append(f"  on devices {'; '.join(origin.devices)}")
-        if not math.isnan(origin.largest):
+        if origin.largest is not None:
             lines.append(f"  largest difference {origin.largest:.2g}; rounding explains {origin.tolerance:.2g}")
         lines.append(f"  kind: {origin.detail or origin.kind}")
+        if origin.operands:
+            lines.append(f"  operands from {', '.join(map(str, origin.operands))}")
         if origin.between:
             lines += ["  lines that only one layout runs before it:", *(f"    {_chain(*x)}" for x in origin.between)]
         if origin.unreduced:
@@ -291,7 +307,7 @@ def _order(candidate: WrongValue) -> str | None:
             continue
         found = matching(rows, candidates, candidate.tolerance.largest)
         if (found >= 0).all() and len(set(found)) > len(rows) // 2 and np.ptp(rows, axis=0).max() > 0:
-            return f"the same rows in another order along {'the loop' if dim == 0 else f'dim {dim - 1}'}"
+            return f"the same rows in a different order along {'the loop' if dim == 0 else f'dim {dim - 1}'}"
     return None
 
 
@@ -303,17 +319,17 @@ def _zero(candidate: WrongValue) -> str | None:
     other, wrong = candidate.match.other, candidate.match.wrong
     if other is None or not wrong.any() or (other[wrong] != 0).any():
         return None
-    return "zero in place of a value"
+    return "zeros"
 
 
 def _stale(candidate: WrongValue) -> str | None:
-    """Recognize a row that equals the value of another iteration or device."""
+    """Recognize the value of a different iteration or device."""
     other, reference, wrong = candidate.match.other, candidate.reference.parts, candidate.match.wrong
     if other is None or len(reference) == 1 or reference[0].size < 2:
         return None
     bad = wrong.reshape(len(wrong), -1).any(axis=1)
     found = matching(_flat(other[bad]), _flat(reference), candidate.tolerance.largest)
-    return "the value of another iteration" if (found >= 0).all() else None
+    return "the value of a different iteration" if (found >= 0).all() else None
 
 
 def _rows(candidate: WrongValue) -> str | None:

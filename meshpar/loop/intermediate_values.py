@@ -43,7 +43,7 @@ COPIES = frozenset({"sharding_constraint", "reshard", "copy", "optimization_barr
 _LIBRARIES = ("/jax/", "/jaxlib/", "/flax/")
 
 Path = tuple[int, ...]
-"""Position of an equation: its number in each of the nested jaxprs, and for `cond` the number of the branch."""
+"""Numbers of the equation in the nested jaxprs, outermost first. Branches of `cond` have a number, too."""
 
 
 class SourceLine(NamedTuple):
@@ -111,7 +111,7 @@ class Graph:
     """The nodes that determine each output of the program."""
 
     def ancestors(self, starts: Collection[int], *, stops: Collection[int] = ()) -> set[int]:
-        """Return `starts` and the nodes from which they are computed, up to and without the nodes in `stops`."""
+        """Return `starts` and their ancestors, without `stops` and the ancestors of `stops`."""
         reached: set[int] = set()
         pending = list(starts)
         while pending:

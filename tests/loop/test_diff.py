@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from tests.errors import raises
+from tests.loop.diff_faults import CORRECT, FAULTS, difference, located
 
 
 def one_device():
@@ -64,6 +66,33 @@ def test_correct_layouts_do_not_differ():
     assert str(difference).startswith("no difference beyond rounding (1 x loss")
 
 
+@pytest.mark.matrix
+def test_values_beyond_the_limit_are_compared_in_turn():
+    assert found(partial_sum, max_bytes=200).origin == found(partial_sum).origin
+
+
+def doubled():
+    def product(x, w):
+        return 2 * jnp.dot(x, w)
+
+    return product
+
+
+def plain():
+    def product(x, w):
+        return 1 * jnp.dot(x, w)
+
+    return product
+
+
+def test_versions_are_matched_by_function():
+    difference = found(plain(), model=linear(doubled()), mesh=None, strategy=None)
+    assert difference.origin.kind == "factor"
+    assert difference.origin.detail == "constant factor 2"
+    assert difference.origin.equation == "mul"
+    assert difference.origin.source.line == plain.__code__.co_firstlineno + 2
+
+
 def test_models_with_other_parameters_are_rejected():
     other = mp.from_functions(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x * p["v"])
     with raises("wrong-shape", "diff(model=...)"):
@@ -73,3 +102,32 @@ def test_models_with_other_parameters_are_rejected():
 def test_state_is_checked():
     with raises("wrong-type"):
         mp.diff(mp.train_step(squares), 0, {})
+
+
+# ---- Planted faults --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_located(name):
+    fault = FAULTS[name]
+    found, position = located(fault)
+    assert found, "no difference"
+    assert found.origin is not None
+    if fault.is_located:
+        assert position is not None, str(found)
+    else:
+        assert position is None, "remove is_located=False"
+
+
+def test_most_faults_are_located():
+    assert len(FAULTS) >= 30
+    assert sum(fault.is_located for fault in FAULTS.values()) >= 27
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize(("program", "case"), CORRECT)
+def test_correct_layouts_have_no_difference(program, case, compute):
+    found = difference(program, case, compute=compute, find_origin=False)
+    assert not found, str(found)
