@@ -260,8 +260,11 @@ def _slice(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimVal
 @_rule("split")
 def _split(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValue]:
     x, axis, start, out = operands[0], eqn.params["axis"], 0, []
-    for size in map(int, eqn.params["sizes"]):
-        piece = _piece(flow, x.dims[axis], start, size)
+    sizes = list(map(int, eqn.params["sizes"]))
+    if len({*sizes}) > 1:
+        flow.cut.append(x.dims[axis])
+    for size in sizes:
+        piece = flow.classes.new(size) if len({*sizes}) > 1 else _piece(flow, x.dims[axis], start, size)
         out.append(x._replace(dims=(*x.dims[:axis], piece, *x.dims[axis + 1 :])))
         start += size
     return out
@@ -313,9 +316,10 @@ def _concatenate(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[
 def _gather(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValue]:
     x, indices = operands
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.outvars[0].aval.shape
-    removed = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    batching = getattr(numbers, "operand_batching_dims", ())
+    removed = {*numbers.collapsed_slice_dims, *batching}
     for dim in numbers.start_index_map:
-        if dim in removed and x.dims[dim]:
+        if sizes[dim] == 1 and dim not in batching and x.dims[dim]:
             flow.lookups.append(DimLookup(x.param, x.dims[dim], indices.inputs, eqn.outvars[0].aval.size * flow.runs))
     kept = iter(dim for dim in range(len(x.dims)) if dim not in removed)
     positions = iter(indices.dims[:-1])

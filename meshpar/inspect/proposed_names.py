@@ -42,6 +42,8 @@ class ProposedLeaf(NamedTuple):
     names: Names
     reason: str
     """Why the dims have these names."""
+    replaces_names: bool = False
+    """Whether the model has other names for the dims, which a rule must replace."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,14 +65,24 @@ class ProposedNames(Printed, Plain):
         """All proposed names."""
         return frozenset(name for leaf in self.leaves for name in leaf.names if name)
 
-    def paths(self, *, without: Iterable[str] = ()) -> dict[str, NamesOf]:
+    def paths(self, *, without: Iterable[str] = (), embed_divisor: int = 1) -> dict[str, NamesOf]:
         r"""Return the names by path pattern, with a pattern for all layers: `h/\d+/mlp/kernel`.
 
-        A parameter that has only `embed` and names in `without` gets no rule.
+        Args:
+          without: names to leave out. A parameter without other names than `embed` gets no rule, so that the strategy
+            shards the largest dim.
+          embed_divisor: number of shards of dims named `embed`. Dims that it does not divide keep no name.
         """
         removed = frozenset(without)
-        kept = {leaf.path: tuple(None if name in removed else name for name in leaf.names) for leaf in self.leaves}
-        named = {path: dims for path, dims in kept.items() if {*dims} - {None, "embed"}}
+        kept = {
+            leaf.path: tuple(
+                None if name in removed or (name == "embed" and size % embed_divisor) else name
+                for name, size in zip(leaf.names, leaf.shape, strict=True)
+            )
+            for leaf in self.leaves
+        }
+        replaced = {leaf.path for leaf in self.leaves if leaf.replaces_names}
+        named = {path: dims for path, dims in kept.items() if {*dims} - {None, "embed"} or path in replaced}
         patterns = _patterns({**dict.fromkeys(self.unnamed, ()), **dict.fromkeys(kept, ()), **named})
         return {patterns[path]: names(*dims) for path, dims in named.items()}
 
@@ -142,11 +154,13 @@ def propose_names(model: Model, *args: PyTree, **kwargs: PyTree) -> ProposedName
       >>> proposed = propose_names(model, jax.ShapeDtypeStruct((8, 64), np.float32))  # doctest: +SKIP
       >>> strategy = mp.fsdp() | mp.tensor_parallel() | proposed.rules()  # doctest: +SKIP
     """
-    flow, _ = traced_flow(model, lambda bound, inputs: bound(*inputs[0], **inputs[1]), (args, kwargs))
-    return names_from_flow(flow, model.leaves())
+    flow, leaves, _ = traced_flow(model, lambda bound, inputs: bound(*inputs[0], **inputs[1]), (args, kwargs))
+    return names_from_flow(flow, leaves)
 
 
-def traced_flow(model: Model, call: Callable[[Any, PyTree], PyTree], batch: PyTree) -> tuple[DimFlow, PyTree]:
+def traced_flow(
+    model: Model, call: Callable[[Any, PyTree], PyTree], batch: PyTree
+) -> tuple[DimFlow, list[Leaf], PyTree]:
     """Trace the forward pass of a model on a single device.
 
     Args:
@@ -155,7 +169,7 @@ def traced_flow(model: Model, call: Callable[[Any, PyTree], PyTree], batch: PyTr
       batch: arrays, or shapes.
 
     Returns:
-      The flow of dims, and the shapes of the outputs.
+      The flow of dims, the parameters, and the shapes of the outputs.
     """
 
     def forward(params: PyTree, batch: PyTree, extra: PyTree) -> PyTree:
@@ -164,7 +178,8 @@ def traced_flow(model: Model, call: Callable[[Any, PyTree], PyTree], batch: PyTr
     with tracing(MeshSpec().abstract(1), ddp()):
         variables = model.abstract()
         jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(variables.params, batch, variables.extra)
-    return dim_flow(jaxpr, len(jax.tree.leaves(variables.params)), len(jax.tree.leaves(batch))), out
+        leaves = model.leaves()
+    return dim_flow(jaxpr, len(leaves), len(jax.tree.leaves(batch))), leaves, out
 
 
 def names_from_flow(flow: DimFlow, leaves: Sequence[Leaf]) -> ProposedNames:
@@ -328,15 +343,17 @@ class _Proposal:
         named: list[str | None] = [self._name(dim) for dim in dims]
         found = [name for name in named if name]
         if not found or len({*found}) < len(found):
-            return None
+            if leaf.names is None:
+                return None
+            named = [None] * len(dims)
         # The largest of the other dims is sharded by ZeRO.
         free = [i for i, (name, dim) in enumerate(zip(named, dims, strict=True)) if name is None and dim]
-        if free and found != ["layers"]:
+        if free and len(dims) > 1 and found != ["layers"]:
             named[max(free, key=lambda i: (leaf.shape[i], -i))] = "embed"
         reasons = [
             reason for name, dim in zip(named, dims, strict=True) if name and (reason := self._reason(name, dim))
         ]
-        return ProposedLeaf(leaf.path, leaf.shape, tuple(named), "; ".join(reasons))
+        return ProposedLeaf(leaf.path, leaf.shape, tuple(named), "; ".join(reasons), leaf.names is not None)
 
     def _name(self, dim: Dim) -> str | None:
         if dim and {*dim} <= self.layers:

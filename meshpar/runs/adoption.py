@@ -214,8 +214,7 @@ def _proposed(
     module = code.module()
     model = module.build()
     try:
-        flow, out = traced_flow(model, module.call, dict(inputs.arrays))
-        leaves = model.leaves()
+        flow, leaves, out = traced_flow(model, module.call, dict(inputs.arrays))
     except MeshparError:
         raise
     except Exception as error:
@@ -257,12 +256,12 @@ def _output_of(flow: DimFlow, out: PyTree, batch_size: int, loss: LossKind | Non
 
 def with_layout(code: AdoptedRecipe, names: ProposedNames, layout: AdoptedLayout) -> AdoptedRecipe:
     """Return a recipe with the rules, mesh and strategy of a layout."""
-    paths = names.paths(without=layout.without)
+    paths = names.paths(without=layout.without, embed_divisor=layout.mesh["fsdp"])
     return dataclasses.replace(code, paths=paths, mesh=layout.mesh, strategy=layout.strategy)
 
 
 def candidate_layouts(
-    names: ProposedNames, *, num_devices: int, per_node: int, batch_size: int
+    names: ProposedNames, *, num_devices: int, per_node: int, batch_size: int, replicated: bool = False
 ) -> Iterator[AdoptedLayout]:
     """Yield layouts of a model: sizes of mesh axes that divide heads, columns, experts, layers and the batch.
 
@@ -271,6 +270,7 @@ def candidate_layouts(
       num_devices: number of devices.
       per_node: devices of a node, the maximum size of `tensor`.
       batch_size: examples of the global batch.
+      replicated: whether to include data parallelism without ZeRO, which needs more memory and sends fewer bytes.
     """
     tensor = [name for name in _TENSOR if name in names.names]
     subsets = [tensor, *([name for name in tensor if name in some] for some in _SUBSETS)]
@@ -283,9 +283,10 @@ def candidate_layouts(
         ):
             rest, remainder = divmod(num_devices, size * experts)
             nodes = num_devices // per_node
-            for data in {1, nodes} if rest % nodes == 0 and rest > nodes else {1}:
+            groups = {1, nodes} if rest % nodes == 0 and rest > nodes else {1}
+            for data in sorted({*groups, rest} if replicated else groups):
                 if remainder == 0 and batch_size % (rest * experts) == 0:
-                    parts = ["mp.hsdp()" if data > 1 else "mp.fsdp()" if rest > 1 else "mp.ddp()"]
+                    parts = ["mp.ddp()" if data == rest else "mp.hsdp()" if data > 1 else "mp.fsdp()"]
                     parts += ["mp.tensor_parallel()"] * (size > 1) + ["mp.expert_parallel()"] * (experts > 1)
                     mesh = {"data": data, "fsdp": rest // data, "expert": experts, "tensor": size}
                     yield AdoptedLayout(mesh=mesh, strategy=" | ".join(parts), without=without)
@@ -310,7 +311,8 @@ def _estimated_bytes(layout: AdoptedLayout, names: ProposedNames, num_bytes: int
     """Return an estimate of the bytes that a device sends, to choose the layouts to compile."""
     sizes = {"tensor": 1, **layout.mesh}
     shards = math.prod(size for axis, size in sizes.items() if axis != "tensor")
-    weights = 3 * num_bytes / sizes["tensor"] * (1 - 1 / sizes["fsdp"])
+    gathers_and_scatter, all_reduce = 3 * (1 - 1 / sizes["fsdp"]), 2 * (1 - 1 / sizes.get("data", 1)) / sizes["fsdp"]
+    weights = num_bytes / sizes["tensor"] * (gathers_and_scatter + all_reduce)
     moved = sum(count for name, count in names.moved.items() if name not in layout.without)
     return weights + 2 * 4 * moved / shards * (1 - 1 / sizes["tensor"])
 
@@ -322,8 +324,11 @@ def _compiled(
     num_devices = min(HOST_DEVICES, len(jax.devices())) if cluster is None else cluster.num_devices
     per_node = num_devices if cluster is None else cluster.gpus_per_node
     candidates = list(
-        candidate_layouts(names, num_devices=num_devices, per_node=per_node, batch_size=code.inputs.batch_size)
-    )
+        candidate_layouts(
+            names, num_devices=num_devices, per_node=per_node, batch_size=code.inputs.batch_size,
+            replicated=cluster is not None,  # without a cluster, the memory is not known
+        )
+    )  # fmt: skip
     if not candidates:
         reason = f"a batch of {code.inputs.batch_size} has too few examples for a mesh of {num_devices} devices"
         fix = f"use inputs with a batch of {num_devices}"
@@ -332,8 +337,7 @@ def _compiled(
     kinds: Counter[Any] = Counter()
     ordered: list[tuple[int, AdoptedLayout]] = []
     for layout in candidates:  # the best layout of each kind first
-        axes = tuple(axis for axis, size in layout.mesh.items() if size > 1 and axis not in ("data", "fsdp"))
-        kind = axes, layout.without
+        kind = layout.strategy, layout.without
         ordered.append((kinds[kind], layout))
         kinds[kind] += 1
     chosen = [layout for _, layout in sorted(ordered, key=lambda pair: pair[0])][:num_layouts]
