@@ -132,9 +132,16 @@ def _count_pairs(
 ) -> sparse.csr_array:
     from scipy import sparse  # takes 0.2 s to import, and is needed only after training
 
+    chunks = (
+        (before[start : start + _CHUNK], after[start : start + _CHUNK]) for start in range(0, len(before), _CHUNK)
+    )
+    if (num_pairs := vocab_size**2) <= _CHUNK:  # a dense table is nine times as fast
+        table = np.zeros(num_pairs, np.int64)
+        for first, second in chunks:
+            table += np.bincount(first.astype(np.int64) * vocab_size + second, minlength=num_pairs)
+        return sparse.csr_array(table.reshape(vocab_size, vocab_size))
     counts = sparse.csr_array((vocab_size, vocab_size), dtype=np.int64)
-    for start in range(0, len(before), _CHUNK):
-        pairs = before[start : start + _CHUNK], after[start : start + _CHUNK]
+    for pairs in chunks:
         counts += sparse.coo_array((np.ones(len(pairs[0]), np.int64), pairs), shape=counts.shape).tocsr()
     counts.sort_indices()
     return counts
