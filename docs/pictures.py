@@ -223,7 +223,7 @@ def diff() -> Figure:
         ratios = [max(deviations[number].ratio, 1e-3) for number in numbers]
         panel.semilogy(numbers, ratios, "o", ms=4, color=MORE[at], label=phase)
     panel.axhline(1, color=INK, lw=1)
-    panel.text(0, 1.3, "tolerance: 8 times the measured rounding error", fontsize=8)
+    panel.text(0, 1.3, "tolerance: 4 times the measured rounding error", fontsize=8)
     first = next(number for number, deviation in enumerate(deviations) if deviation.ratio > 1)
     panel.annotate(
         f"first different value: {deviations[first].equation}", (first, deviations[first].ratio), (first + 3, 30),

@@ -175,7 +175,7 @@ class _Run:
         is_noisy = bool(noises)
 
         def captured(noise: Any, *args: Any) -> Any:
-            outputs, values = evaluate(self.closed, args, selected, noise if is_noisy else None)
+            outputs, values = evaluate(self.closed, args, selected, noise if is_noisy else None, self.graph.exact)
             return dict(zip(self.names, outputs, strict=True)), {self.by_path[path]: x for path, x in values.items()}
 
         with jax.sharding.use_abstract_mesh(_abstract(self.setup)):
@@ -417,6 +417,7 @@ class _Search:
         arrays = [self.layout.outputs[first]] if isinstance(first, str) else [self.layout.values[i] for i in theirs]
         wrong = match.wrong.reshape(reference.array.shape)
         largest = math.inf if match.other is None else float(differences(reference.parts, match.other).max())
+        finite = None if largest == math.inf else largest
         lines = lines_of(node.frames)
         operands = dict.fromkeys(
             line for k in theirs for i in layout[k].inputs for line in lines_of(layout[i].frames)[:1]
@@ -427,7 +428,7 @@ class _Search:
             callers=lines[1:_MAX_LINES], user=_user_line(lines), between=tuple(extra), operands=tuple(operands),
             unreduced=partial[:_MAX_LINES], shape=node.shape, dtype=str(node.dtype),
             iteration=self.time_of(first)[1:-1:2], devices=devices_of(arrays[0], wrong) if len(arrays) == 1 else (),
-            wrong=float(match.wrong.mean()), rows=extent_of(match.wrong), largest=largest if largest < math.inf else None,
+            wrong=float(match.wrong.mean()), rows=extent_of(match.wrong), largest=finite,
             tolerance=self.tolerances[first].largest, kind=kind, detail=detail, cause=CAUSES[kind],
         )  # fmt: skip
 
@@ -442,7 +443,8 @@ class _Search:
             while pending and partial is None:
                 operand = pending.pop()
                 match = self.matches.get(operand)
-                summed = tuple(axis for axis in match.summed if axis is not None) if match and match.is_equal else ()
+                is_right = match is not None and (match.is_equal or self.time_of(operand) > self.time_of(index))
+                summed = tuple(axis for axis in match.summed if axis is not None) if match and is_right else ()
                 if summed and axes in (None, summed):
                     partial, axes = nodes[operand], summed
                 elif nodes[operand].primitive in COPIES:

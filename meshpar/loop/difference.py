@@ -97,7 +97,7 @@ class Origin(Plain):
     @property
     def lines(self) -> tuple[Line, ...]:
         """The lines to look at."""
-        first = (*self.unreduced, *(lines[0] for lines in self.between)) or (self.source,)
+        first = (*self.unreduced, *(lines[0] for lines in self.between), self.source)
         others = (*self.operands, *(line for lines in self.between for line in lines[1:]), *self.callers)
         return tuple(dict.fromkeys((*first, *others)))
 
@@ -277,13 +277,13 @@ def _named_factor(factor: float, candidate: WrongValue) -> str:
     sizes = {f"`{axis}`": size for axis, size in candidate.sizes.items() if size > 1}
     loops = [dim.size for dim in candidate.node.dims if dim.axis is None and dim.size > 1]
     sizes |= {f"loop {number}": size for number, size in enumerate(loops)}
-    for count in range(1, len(sizes) + 1):
-        for names in itertools.combinations(sizes, count):
-            size = math.prod(sizes[name] for name in names)
-            if math.isclose(abs(factor), size, rel_tol=1e-3):
-                return f": the size of {' x '.join(names)}"
-            if math.isclose(abs(factor), 1 / size, rel_tol=1e-3):
-                return f": 1 / the size of {' x '.join(names)}"
+    subsets = [names for count in range(1, len(sizes) + 1) for names in itertools.combinations(sizes, count)]
+    for text, value in (("", abs(factor)), ("1 / ", 1 / abs(factor))):
+        equal = [
+            names for names in subsets if math.isclose(value, math.prod(map(sizes.__getitem__, names)), rel_tol=1e-3)
+        ]
+        if equal:
+            return f": {text}the size of {' or of '.join(' x '.join(names) for names in equal)}"
     return ""
 
 

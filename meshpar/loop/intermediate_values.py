@@ -1,7 +1,7 @@
 """Evaluate a traced step and return values of its equations, also those inside loops and `shard_map`.
 
     jaxpr ─► `Graph`: a node for each result of an equation, with the nodes that it reads
-    jaxpr, arguments, nodes ─► an array for each node: [devices..., iterations..., *shape]
+    jaxpr, arguments, nodes ─► an array for each node: [devices and iterations..., *shape]
 
 Calls are inlined. The iterations of a scan become leading dims. The manual axes of a `shard_map` do so, too, because
 each device has its own value. Values inside `while` loops and kernels are not visible.
@@ -110,6 +110,15 @@ class Graph:
     outputs: tuple[frozenset[int], ...]
     """The nodes that determine each output of the program."""
 
+    @functools.cached_property
+    def exact(self) -> frozenset[Path]:
+        """Paths of the nodes that are computed from the arguments without sums and products."""
+        is_exact: list[bool] = []
+        for index, node in enumerate(self.nodes):
+            operands = [other < index and is_exact[other] for other in node.inputs]
+            is_exact.append(node.primitive in _EXACT and all(operands))
+        return frozenset(node.path for node, flag in zip(self.nodes, is_exact, strict=True) if flag)
+
     def ancestors(self, starts: Collection[int], *, stops: Collection[int] = ()) -> set[int]:
         """Return `starts` and their ancestors, without `stops` and the ancestors of `stops`."""
         reached: set[int] = set()
@@ -173,9 +182,7 @@ def _add_equation(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Con
         results = _add_scan(nodes, eqn, args, context)
     elif name == "shard_map":
         axes = [Dim(axis, params["mesh"].shape[axis]) for axis in _manual_axes(eqn)]
-        is_device = [dim for dim in context.dims if dim.axis is not None]
-        loops = [dim for dim in context.dims if dim.axis is None]
-        results = _add(nodes, params["jaxpr"], args, context._replace(dims=(*is_device, *axes, *loops)))
+        results = _add(nodes, params["jaxpr"], args, context._replace(dims=(*context.dims, *axes)))
     elif name == "cond":
         branches = [
             _add(nodes, branch.jaxpr, args[1:], context._replace(path=(*context.path, number)))
@@ -255,7 +262,7 @@ def _outside(frames: tuple[SourceLine, ...], caller: tuple[SourceLine, ...]) -> 
 
 
 def evaluate(
-    closed: Any, args: Sequence[Any], selected: Collection[Path], noise: Any = None
+    closed: Any, args: Sequence[Any], selected: Collection[Path], noise: Any = None, exact: Collection[Path] = ()
 ) -> tuple[list[Any], dict[Path, Any]]:
     """Evaluate a program inside `jax.jit`, and return its outputs and the values of nodes.
 
@@ -266,10 +273,12 @@ def evaluate(
       noise: an int32 scalar. 1, 2, ...: results of rounding operations are multiplied with 1 plus or minus the machine
         epsilon, where a bit of each element determines the sign (Monte Carlo arithmetic; Parker, 1997). 0: exact.
 
+      exact: paths of nodes without noise, such as parameters in low precision, which all layouts round equally.
+
     Returns:
       The outputs, and an array for each selected node with the leading dims `Node.dims`.
     """
-    evaluator = _Evaluator(frozenset(selected), noise is not None)
+    evaluator = _Evaluator(frozenset(selected), noise is not None, frozenset(exact))
     return evaluator.run(closed.jaxpr, closed.consts, args, (), noise)
 
 
@@ -277,6 +286,7 @@ def evaluate(
 class _Evaluator:
     selected: frozenset[Path]
     is_noisy: bool
+    exact: frozenset[Path]
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: Path, noise: Any
@@ -310,7 +320,7 @@ class _Evaluator:
         else:
             result = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
             out = list(result) if eqn.primitive.multiple_results else [result]
-        if self.is_noisy and name not in _EXACT:
+        if self.is_noisy and (*path, 0) not in self.exact and (name not in _EXACT or _is_narrowing(eqn)):
             out = [_with_noise(x, noise) for x in out]
         captured |= {(*path, k): x for k, x in enumerate(out) if (*path, k) in self.selected}
         return out, captured
@@ -359,6 +369,14 @@ class _Evaluator:
             check_vma=params["check_vma"],
         )  # fmt: skip
         return mapped(jnp.zeros((), jnp.int32) if noise is None else noise, *args)
+
+
+def _is_narrowing(eqn: Any) -> bool:
+    """Return whether an equation rounds to a dtype with a shorter mantissa."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return all(jnp.issubdtype(x, jnp.floating) for x in (old, new)) and jnp.finfo(new).eps > jnp.finfo(old).eps
 
 
 def _with_noise(x: Any, noise: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-FACTOR = 8.0
+FACTOR = 4.0
 """Allowed difference as a multiple of the measured rounding error. Layouts differ in the order of summation."""
 _FLOOR_EPS = 4.0
 """Minimum of the allowed difference, in machine epsilons of the largest element."""
@@ -32,7 +32,7 @@ class CapturedValue(NamedTuple):
     """A captured value."""
 
     array: np.ndarray
-    """[devices..., iterations..., *shape]"""
+    """[devices and iterations..., *shape]"""
     axes: tuple[str | None, ...] = ()
     """For each leading dim the mesh axis, or None for a loop."""
 

@@ -51,6 +51,10 @@ PROGRAMS = {
         lambda: test_verify.model_of(), test_verify.squares, test_verify.batch, lambda: diff_models.optimizer(),
     ),
     "muon": (lambda: test_verify.model_of(), test_verify.squares, test_verify.batch, lambda: mp.muon(1e-2)),
+    "kernels": (
+        lambda: diff_models.kernel_model(), lambda *args: diff_models.kernel_loss(*args),
+        lambda: diff_models.kernel_batch(), lambda: optax.sgd(0.1),
+    ),
     "routed": (
         lambda: diff_models.routed_model(), lambda *args: diff_models.routed_loss(*args),
         lambda: diff_models.routed_batch(), lambda: optax.sgd(0.1),
@@ -58,6 +62,7 @@ PROGRAMS = {
 }  # fmt: skip
 """Model, loss, batch and optimizer. They are looked up when they are used, because faults replace them."""
 
+RING = "tensor=4; ddp() | tensor_parallel()"
 TENSOR = "data=2,tensor=2; ddp() | tensor_parallel()"
 EXPERTS = "expert=2; ddp() | expert_parallel()"
 ONCE = "accumulate=2, reduce_gradients=once"
@@ -90,13 +95,15 @@ FAULTS = {
     "norm divided by local features": DiffFault(
         "model", "model", '(x.shape[-1] * lax.axis_size("tensor"))', "x.shape[-1]", "sequence", TENSOR,
     ),
-    "positions gathered in reverse": DiffFault(
+    "gathered positions in a different order": DiffFault(
         "model", "model", 'full = lax.all_gather(x, "tensor", axis=1, tiled=True)',
-        'full = lax.all_gather(x, "tensor", axis=1, tiled=True)[:, ::-1]', "sequence", TENSOR,
+        'full = lax.all_gather(jnp.roll(x, lax.axis_index("tensor"), 1), "tensor", axis=1, tiled=True)', "sequence",
+        TENSOR,
     ),
-    "sum of the wrong shard": DiffFault(
+    "positions of a sum in a different order": DiffFault(
         "model", "model", 'lax.psum_scatter(partial, "tensor", scatter_dimension=1, tiled=True)',
-        'lax.psum_scatter(jnp.roll(partial, 1, 1), "tensor", scatter_dimension=1, tiled=True)', "sequence", TENSOR,
+        'lax.psum_scatter(jnp.roll(partial, lax.axis_index("tensor"), 1), "tensor", scatter_dimension=1, tiled=True)',
+        "sequence", TENSOR,
     ),
     "local slice in place of a reduce-scatter": DiffFault(
         "model", "model", 'return lax.psum_scatter(partial, "tensor", scatter_dimension=1, tiled=True)',
@@ -204,9 +211,17 @@ FAULTS = {
         "jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1)", "routed", EXPERTS,
     ),
     # Kernels
-    "off by one in the ring": DiffFault(
+    "off by one in a ring": DiffFault(
         "kernel", "collectives.ring", "(rank - stride * (T + 1)) % num_ranks), arrived",
-        "(rank - stride * (T + 2)) % num_ranks), arrived", "mlp", "data=4; ddp()",
+        "(rank - stride * (T + 2)) % num_ranks), arrived", "kernels", RING,
+    ),
+    "parts of a sum for the next rank": DiffFault(
+        "kernel", "collectives.ring", "(rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks",
+        "(rank - stride * jnp.arange(num_ranks)) % num_ranks", "kernels", RING,
+    ),
+    "attention to later ranks": DiffFault(
+        "kernel", "collectives.attention", "(rank - s) % ring.num_ranks < rank", "(rank - s) % ring.num_ranks > rank",
+        "kernels", RING,
     ),
 }  # fmt: skip
 
@@ -217,11 +232,14 @@ CORRECT = [
     ("mlp", "fsdp=2; fsdp(min_bytes=0, prefetch=1)"),
     ("mlp", "fsdp=2,tensor=2; fsdp(min_bytes=0) | tensor_parallel(); accumulate=2"),
     ("mlp", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2"),
+    ("mlp", "fsdp=4; zero1(min_bytes=0); accumulate=2"),
+    ("mlp", "fsdp=2; zero2(min_bytes=0); remat=full"),
     ("mlp", STAGES.format("gpipe")),
     ("mlp", STAGES.format("zb-h1")),
     ("noisy", "data=2,tensor=2; ddp() | tensor_parallel()"),
     ("sequence", TENSOR),
     ("sequence", "tensor=4; ddp() | tensor_parallel()"),
+    ("kernels", RING),
     ("routed", EXPERTS),
     ("routed", "data=2,expert=2; ddp() | expert_parallel()"),
     ("clipped", "fsdp=4; fsdp(min_bytes=0)"),
@@ -245,7 +263,9 @@ def planted(fault: DiffFault) -> Iterator[tuple[str, range]]:
     changed = {**vars(module)}
     exec(compile(source.replace(fault.old, fault.new), str(file), "exec"), changed)
     replaced = []
-    for other in [x for name, x in sys.modules.items() if name.startswith(("meshpar.", "tests.loop.diff_models"))]:
+    for other in [
+        x for name, x in sys.modules.items() if name.split(".")[0] == "meshpar" or name == diff_models.__name__
+    ]:
         for name, value in list(vars(other).items()):
             if callable(value) and getattr(value, "__module__", None) == module.__name__ and name in changed:
                 replaced.append((other, name, value))

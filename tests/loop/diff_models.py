@@ -161,6 +161,56 @@ def sequence_batch():
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def attended(x):
+    """Attend to the positions before, for sharded positions."""
+
+    def local(x):
+        heads = x.reshape(*x.shape[:2], 2, -1)
+        return mp.collectives.ring_attention(heads, heads, heads, axis="tensor", order="contiguous").reshape(x.shape)
+
+    return by_device(local, SEQUENCE, SEQUENCE)(x)
+
+
+def gathered(x, w):
+    def local(x, w):
+        return jnp.tanh(mp.collectives.all_gather(x, axis="tensor", dim=1, algorithm="ring") @ w)
+
+    return by_device(local, (SEQUENCE, P(None, "tensor")), FEATURES)(x, w)
+
+
+def scattered(h, w):
+    def local(h, w):
+        return mp.collectives.reduce_scatter(h @ w, axis="tensor", dim=1, algorithm="ring")
+
+    return by_device(local, (FEATURES, P("tensor")), SEQUENCE)(h, w)
+
+
+def kernel_apply(params, x):
+    x = x + attended(x)
+    return x + scattered(gathered(x, params["up"]), params["down"])
+
+
+def kernel_start(key):
+    up, down = jax.random.split(key)
+    return {"up": jax.random.normal(up, (EMBED, HIDDEN)) / 3, "down": jax.random.normal(down, (HIDDEN, EMBED)) / 3}
+
+
+def kernel_model():
+    return mp.from_functions(kernel_start, kernel_apply, names={"up": ("embed", "mlp"), "down": ("mlp", "embed")})
+
+
+def kernel_loss(model, batch, key):
+    errors = (model(batch["x"]) - 1) ** 2
+    return mp.MeanLoss(errors.sum(), errors.size), {}
+
+
+def kernel_batch():
+    return {"x": np.random.default_rng(0).normal(size=(BATCH, SEQ, EMBED))}
+
+
 # ---- An optimizer with collectives -----------------------------------------------------------------------------------
 
 

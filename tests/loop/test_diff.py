@@ -125,9 +125,18 @@ def test_most_faults_are_located():
     assert sum(fault.is_located for fault in FAULTS.values()) >= 27
 
 
+def correct_pairs():
+    """XLA's CPU backend aborts on bfloat16 collectives in a `shard_map` that is manual over some of the mesh axes."""
+    for compute in (None, "bfloat16"):
+        yield from ((*pair, compute) for pair in CORRECT if compute is None or pair[0] not in ("sequence", "kernels"))
+
+
+def test_there_are_30_correct_pairs():
+    assert len(list(correct_pairs())) >= 30
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("compute", [None, "bfloat16"])
-@pytest.mark.parametrize(("program", "case"), CORRECT)
+@pytest.mark.parametrize(("program", "case", "compute"), correct_pairs())
 def test_correct_layouts_have_no_difference(program, case, compute):
     found = difference(program, case, compute=compute, find_origin=False)
     assert not found, str(found)
