@@ -136,7 +136,7 @@ def test_there_are_30_correct_pairs():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("program", "case", "compute"), correct_pairs())
+@pytest.mark.parametrize(("program", "case", "compute"), list(correct_pairs()))
 def test_correct_layouts_have_no_difference(program, case, compute):
     found = difference(program, case, compute=compute, find_origin=False)
     assert not found, str(found)
