@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 import meshpar as mp
 from meshpar.inspect.budget import Budget
+from meshpar.inspect.memory_timeline import memory_timeline
 from meshpar.loop.fit import STEPS_IN_FLIGHT
 from meshpar.planner.scaling import grow
 from meshpar.plots.style import AXES, FAINT, INK, MEMORY, MORE, OPS, figure_of, styled
@@ -234,9 +235,25 @@ def diff() -> Figure:
     return figure
 
 
+def out_of_memory() -> Figure:
+    """Draw the memory of a decoder's step on eight H100s over time. It needs the `aot` extra."""
+    config = mp.models.TransformerConfig(
+        vocab_size=32_768, num_layers=8, embed_dim=1024, num_heads=8, num_kv_heads=4, head_dim=128, mlp_dim=4096,
+        attention="cudnn",
+    )  # fmt: skip
+    mesh, options = mp.MeshSpec(fsdp=8).abstract(), {"precision": mp.Precision(compute="bfloat16"), "remat": "minimal"}
+    state = mp.abstract_state(config.build(), optax.adamw(1e-3), mesh=mesh, strategy=mp.fsdp(prefetch=1))
+    batch = {name: jax.ShapeDtypeStruct((64, 1024), np.int32) for name in ("inputs", "targets")}
+    report = mp.explain(mp.train_step(mp.models.next_token_loss, **options), state, batch, "h100:1x8")
+    return mp.plots.memory_timeline(memory_timeline(report.program, report.timeline))
+
+
 PICTURES = {
     draw.__name__: draw
-    for draw in (pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods, budgets, diff)
+    for draw in (
+        *(pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods, budgets, diff),
+        out_of_memory,
+    )
 }
 
 

@@ -19,13 +19,15 @@ import numpy as np
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.inspect.hlo.walk import branches, runs, skip_views
 from meshpar.inspect.program import Program
-from meshpar.inspect.source_scopes import layerless, module_path
+from meshpar.inspect.source_scopes import layerless, module_path, source
 from meshpar.inspect.timeline.program_work import temporary_of
 from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.sharding.printing import Plain
 
 MIN_SHARE = 1e-4
 """Share of the peak below which the module of an array is not looked up."""
+MIN_STEP = 2e-3
+"""Change of the live bytes, as a share of the peak, below which a sample is left out."""
 MOST_ARRAYS = 12
 """Maximum number of arrays that are listed at the peak."""
 _VIEWS = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "add-dependency", "domain"})
@@ -126,11 +128,15 @@ def group_of(module: str) -> str:
     return "update" if scopes[:1] == ["update"] else "/".join(scopes[:2]) or "other"
 
 
-def _samples(totals: np.ndarray, most: int = 800) -> np.ndarray:
-    """Return the indices of the samples to keep: the maximum of each of `most` intervals."""
+def _samples(totals: np.ndarray, most: int = 400) -> np.ndarray:
+    """Return the indices of the samples to keep: the maximum of each of `most` intervals, without small changes."""
     bounds = np.unique(np.linspace(0, len(totals), most + 1).astype(int))
-    pairs = itertools.pairwise(bounds.tolist())
-    return np.unique([0, len(totals) - 1, *(start + int(np.argmax(totals[start:end])) for start, end in pairs)])
+    maxima = [start + int(np.argmax(totals[start:end])) for start, end in itertools.pairwise(bounds.tolist())]
+    kept = [0]
+    for index in maxima:
+        if abs(int(totals[index]) - int(totals[kept[-1]])) > MIN_STEP * totals.max():
+            kept.append(index)
+    return np.unique([*kept, int(np.argmax(totals)), len(totals) - 1])
 
 
 class _Buffer(NamedTuple):
@@ -176,10 +182,10 @@ class _Walk:
         self._spans: list[list[int]] = []
         self._origins: list[tuple[ArrayShape, int, Computation, Instruction]] = []
         self._arguments: set[int] = set()
-        self._updates: list[tuple[int, str]] = []
-        """Arrays with updated slices, and the module of the update."""
-        self._collected: dict[int, str] = {}
-        """Buffer -> module of the values that a loop collects in it."""
+        self._updates: list[tuple[int, Instruction]] = []
+        """Arrays with updated slices, and the instruction that computes the update."""
+        self._collected: dict[int, Instruction] = {}
+        """Buffer -> instruction whose values a loop collects in it."""
         self._reusable: list[tuple[int, int, int]] = []
         """(result, operand, time) of elementwise kernels, whose result may overwrite an operand."""
 
@@ -199,7 +205,7 @@ class _Walk:
         for array in root:
             self._touch([array], len(self.times) - 1)
         self._reuse()
-        self._collected = {self._find(array): module for array, module in self._updates}
+        self._collected = {self._find(array): ins for array, ins in self._updates if _module(ins)}
         arguments = {self._find(array) for array in self._arguments}
         groups: dict[int, list[int]] = {}
         for array in range(len(self._parents)):
@@ -215,15 +221,20 @@ class _Walk:
 
     def module_of(self, buffer: _Buffer) -> str:
         """Return the module of a buffer: of the values that it collects, or of the instruction that creates it."""
-        return self._collected.get(self._find(buffer.array), "") or temporary_of(self._module, *buffer.origin).module
+        collected = self._collected.get(self._find(buffer.array))
+        return temporary_of(self._module, *buffer.origin).module if collected is None else _module(collected)
 
     def live_array(self, buffer: _Buffer, scale: float) -> LiveArray:
-        """Return the description of a buffer. `scale` is a factor of its times."""
-        found = temporary_of(self._module, *buffer.origin)
+        """Return the description of a buffer, with times multiplied by `scale`."""
+        found, collected = temporary_of(self._module, *buffer.origin), self._collected.get(self._find(buffer.array))
         return LiveArray(
-            nbytes=buffer.nbytes, shape=found.shape, module=self.module_of(buffer), source=found.source,
-            start_s=self.times[buffer.start] * scale, end_s=self.times[buffer.end] * scale,
-        )  # fmt: skip
+            nbytes=buffer.nbytes,
+            shape=found.shape,
+            module=self.module_of(buffer),
+            source=found.source if collected is None else source(self._module, collected) or found.source,
+            start_s=self.times[buffer.start] * scale,
+            end_s=self.times[buffer.end] * scale,
+        )
 
     # ---- Arrays ------------------------------------------------------------------------------------------------------
 
@@ -270,7 +281,7 @@ class _Walk:
         return _Clock(ends_s, start_s, 1.0 if duration_s is None else duration_s / own_s if own_s else 0.0)
 
     def _run(self, computation: Computation, numbers: Mapping[int, list[int]], clock: _Clock) -> list[int]:
-        """Walk over a computation, given the arrays of its parameters. Returns the arrays of its result."""
+        """Walk over a computation, given the arrays of the parameters. Returns the arrays of the result."""
         values: dict[str, list[int]] = {}
         outputs: dict[str, list[int]] = {}
         for ins in computation:
@@ -335,10 +346,10 @@ class _Walk:
             for array, operand in zip(result, arrays, strict=False):
                 self._join(array, operand)
         aliases = [*_aliases(ins.attributes.get("output_to_operand_aliasing", ""))]
-        for out, number, module in self._in_place(computation, ins):
+        for out, number, value in self._in_place(computation, ins):
             aliases.append((out, number, 0))
             if out < len(result):
-                self._updates.append((result[out], module))
+                self._updates.append((result[out], value))
         for out, number, index in aliases:
             updated = values[ins.operands[number]] if number < len(ins.operands) else []
             if out < len(result) and index < len(updated):
@@ -348,10 +359,10 @@ class _Walk:
             self._reusable += [(array, operand, now) for array in result for operand in arrays]
         return result
 
-    def _in_place(self, computation: Computation, ins: Instruction) -> Iterator[tuple[int, int, str]]:
-        """Yield (index in the result, operand, module of the update) of dynamic updates of slices."""
+    def _in_place(self, computation: Computation, ins: Instruction) -> Iterator[tuple[int, int, Instruction]]:
+        """Yield (index in the result, operand, instruction of the update) of dynamic updates of slices."""
         if ins.opcode == "dynamic-update-slice":
-            yield 0, 0, _module(skip_views(computation, computation[ins.operands[1]]))
+            yield 0, 0, skip_views(computation, computation[ins.operands[1]])
         if ins.opcode not in ("fusion", "fusion-start"):
             return
         inner = self._module.computations[ins.called[0][1]]
@@ -363,7 +374,7 @@ class _Walk:
                 if value.opcode == "parameter":
                     value = skip_views(computation, computation[ins.operands[int(value.payload)]])
                 if target.opcode == "parameter":
-                    yield out + len(ins.operands) * (ins.opcode == "fusion-start"), int(target.payload), _module(value)
+                    yield out + len(ins.operands) * (ins.opcode == "fusion-start"), int(target.payload), value
 
 
 def _module(ins: Instruction) -> str:

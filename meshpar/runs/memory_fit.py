@@ -8,7 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from meshpar.inspect.step_numbers import LoweredStep, StepNumbers, lower
 from meshpar.runs.memory_changes import Change, ladders, layouts
 from meshpar.runs.recipe import Recipe, batch_shapes, build_abstract
 from meshpar.runs.recipe_file import load_recipe
-from meshpar.sharding.errors import MeshparError, check_positive_int
+from meshpar.sharding.errors import check_positive_int
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.units import human_bytes, human_time
 
@@ -173,7 +173,7 @@ def fit_memory(
     Args:
       recipe: a recipe, a recipe file, or the name of an installed recipe.
       cluster: `h100:8x8`, the path of a profile, or a `Cluster`, with the number of GPUs of the mesh.
-      batch: shapes of the global batch; by default those of the recipe's data.
+      batch: shapes of the global batch; by default from the recipe's data.
       report: the report of `explain` for the recipe on this cluster, whose step is then not compiled again.
       num_processes: number of compiling processes; by default the maximum for the cores and the free memory.
       progress: receives a line about each compiled change.
@@ -218,7 +218,7 @@ class _Search:
         self.trials: list[_Trial] = []
 
     def run(self, report: Report | None) -> MemoryFit:
-        """Search, given the report of the recipe's step, if there is one."""
+        """Search. The step of the recipe is compiled if `report` is None."""
         step, state = self._built(self.recipe)
         lowered, traced = lower(step, state, self.batch, self.cluster)
         if report is not None and report.compute.predicted_step_s is not None and report.program is not None:
@@ -229,7 +229,7 @@ class _Search:
             self.base, live = self.pool.submit(LoweredStep.profile, lowered).result()
         if self.base.peak_bytes > self.limit:
             found = ladders(self.recipe, state.setup, step.describe(state, self.batch), traced.jaxpr)
-            self._climb([*found, *self._layouts()])
+            self._climb(itertools.chain(found, self._layouts()))
             for size in (2, 3):
                 if not any(map(self._fits, self.trials)):
                     self._combine(size)
@@ -254,11 +254,11 @@ class _Search:
             step, state = self._built(changed)
             needed = argument_bytes(state.setup, self.batch)
             if needed > self.limit:
-                trial.reason = f"state and batch alone take {human_bytes(needed)}"
+                trial.reason = f"state and batch need {human_bytes(needed)}"
                 return trial, None
             lowered, _ = lower(step, state, self.batch, self.cluster)
-        except Exception as error:  # the user's model may raise any error for another batch or policy
-            trial.reason = str(error).partition("\n")[0] or type(error).__name__
+        except Exception as error:  # the user's model may raise any error for a different batch or policy
+            trial.reason = _first_line(error)
             return trial, None
         return trial, self.pool.submit(LoweredStep.compile, lowered)
 
@@ -269,18 +269,25 @@ class _Search:
             lines = [line for line in str(error).splitlines() if line.strip()]
             trial.reason = lines[-1] if lines else type(error).__name__
 
-    def _climb(self, rungs: Sequence[tuple[Change, ...]]) -> None:
-        """Compile the changes of each ladder until a change fits. Several ladders are compiled at the same time."""
-        waiting = [(ladder, 0) for ladder in rungs]
+    def _climb(self, ladders: Iterable[tuple[Change, ...]]) -> None:
+        """Compile the changes of each ladder until a change fits. Other ladders are compiled at the same time."""
+        source, waiting = iter(ladders), list[tuple[tuple[Change, ...], int]]()
         running: dict[concurrent.futures.Future[StepNumbers], tuple[tuple[Change, ...], int, _Trial]] = {}
-        while waiting or running:
-            while waiting and len(running) <= self.pool.num_processes:  # lower a step during the compilations
+        while True:
+            # One more step than processes is lowered, so that no process waits.
+            while len(running) <= self.pool.num_processes:
+                if not waiting:
+                    waiting += [(ladder, 0) for ladder in itertools.islice(source, 1)]
+                if not waiting:
+                    break
                 ladder, index = waiting.pop(0)
                 trial, future = self._start(ladder[index])
                 if future is not None:
                     running[future] = ladder, index, trial
                 elif index + 1 < len(ladder):
                     waiting.append((ladder, index + 1))
+            if not running:
+                return
             for future in concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED).done:
                 ladder, index, trial = running.pop(future)
                 self._finish(trial, future)
@@ -297,12 +304,12 @@ class _Search:
         fitting = (i for i in range(index + 1, len(ladder)) if (ladder[i].remaining or 0) <= limit)
         return next(fitting, len(ladder) - 1)
 
-    def _layouts(self) -> list[tuple[Change, ...]]:
+    def _layouts(self) -> Iterator[tuple[Change, ...]]:
+        """Yield the planner's layouts, each as a ladder. The search for them runs while other changes are compiled."""
         try:
-            return [(change,) for change in layouts(self.recipe, self.batch, self.cluster) if change.fields]
-        except MeshparError as error:
-            self.trials.append(_Trial(Change(kind="layout", fields={}), reason=str(error).partition("\n")[0]))
-            return []
+            yield from [(change,) for change in layouts(self.recipe, self.batch, self.cluster) if change.fields]
+        except Exception as error:  # the planner traces the user's model with other policies
+            self.trials.append(_Trial(Change(kind="layout", fields={}), reason=_first_line(error)))
 
     def _combine(self, size: int) -> None:
         """Compile the combinations that fit if the savings add up, fastest first. If none does, the smallest."""
@@ -350,6 +357,10 @@ class _Search:
             slowdown=numbers.step_s / self.base.step_s - 1,
             host_bytes=numbers.host_bytes,
         )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_consistent(group: Sequence[_Trial]) -> bool:

@@ -197,6 +197,7 @@ def test_memory_lists_remedies_if_it_does_not_fit(report):
     )
     text = str(dataclasses.replace(report, memory=memory))
     assert "✘ does not fit: 96 GB of 80 GB (120%)" in text
+    assert "meshpar explain RECIPE --fit" in text
     assert re.search(r"✔ +remat=full +70 GB", text)
     assert re.search(r"✘ +strategy=zero2\(\) +– +the batch does not divide", text)
 
