@@ -16,10 +16,12 @@ import matplotlib
 import numpy as np
 import optax
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 import meshpar as mp
 from meshpar.inspect.budget import Budget
 from meshpar.inspect.memory_timeline import memory_timeline
+from meshpar.inspect.proposed_names import propose_names
 from meshpar.loop.fit import STEPS_IN_FLIGHT
 from meshpar.planner.scaling import grow
 from meshpar.plots.style import AXES, FAINT, INK, MEMORY, MORE, OPS, figure_of, styled
@@ -248,11 +250,44 @@ def out_of_memory() -> Figure:
     return mp.plots.memory_timeline(memory_timeline(report.program, report.timeline))
 
 
+def adopt() -> Figure:
+    """Draw the matrices of the example in docs/adopt.md with the borders of their shards."""
+    example = (ROOT / "docs" / "adopt.md").read_text().split("```python\n")[1].split("adoption = ")[0]
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "docs/adopt.md", "exec"), namespace)
+    proposed = propose_names(mp.from_nnx(namespace["Net"]), jax.ShapeDtypeStruct((16, 8), np.int32))
+    colors = dict(zip(("vocab", "heads", "mlp"), MORE, strict=False))
+    figure, (panel,) = figure_of(10.0, 2.8)
+    at = 0.0
+    leaves = {leaf.path.partition("/")[0]: leaf for leaf in proposed.leaves if len(leaf.shape) == 2}
+    for leaf in (leaves[layer] for layer in ("embed", "q", "k", "v", "out", "up", "down", "head")):
+        rows, columns = leaf.shape
+        name = next(name for name in leaf.names if name in colors)
+        panel.add_patch(Rectangle((at, -rows / 2), columns, rows, color=colors[name], alpha=0.25, lw=0))
+        for dim, size in enumerate(leaf.shape):
+            is_embed = leaf.names[dim] == "embed"
+            for line in np.linspace(0, size, 5 if is_embed else 3):
+                style = {"color": INK if is_embed else colors[name], "lw": 0.5 if is_embed else 1.5}
+                if dim == 0:
+                    panel.plot((at, at + columns), (line - rows / 2,) * 2, **style)
+                else:
+                    panel.plot((at + line,) * 2, (-rows / 2, rows / 2), **style)
+        label = f"{leaf.path.removesuffix('/kernel').removesuffix('/embedding')}\n{', '.join(map(str, leaf.names))}"
+        panel.text(at + columns / 2, -rows / 2 - 4, label, ha="center", va="bottom", fontsize=7)
+        at += max(columns, 56) + 16
+    panel.invert_yaxis()
+    panel.set_aspect("equal")
+    panel.set_axis_off()
+    panel.set_title("thin: shards over fsdp=4; thick: shards over tensor=2", fontsize=9)
+    return figure
+
+
 PICTURES = {
     draw.__name__: draw
     for draw in (
         *(pipeline, uniform, planning, training, losses, huggingface, performance, loop, pods, budgets, diff),
         out_of_memory,
+        adopt,
     )
 }
 

@@ -221,16 +221,28 @@ def _proposed(
         reason = f"it raised {type(error).__name__}: {str(error).strip()[:400] or 'no message'}"
         fix = "pass all inputs that the model needs, with their names in the signature"
         raise problem(f"`{target}`", "trace its forward pass", reason, fix, code="error-in-model") from error
-    arrays = sorted(inputs.arrays)  # in the order of a pytree
-    bounds: dict[str, int] = {}
-    for lookup in flow.lookups:
-        for index in lookup.inputs:
-            rows = flow.classes.size(lookup.rows)
-            bounds[arrays[index]] = min(rows, bounds.get(arrays[index], rows))
-    code = dataclasses.replace(code, bounds=bounds, output=_output_of(flow, out, inputs.batch_size, loss, target))
+    output = _output_of(flow, out, inputs.batch_size, loss, target)
+    code = dataclasses.replace(code, bounds=_bounds(flow, inputs), output=output)
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     is_small = 2 * sum(leaf.nbytes for leaf in leaves if leaf.nbytes >= MIN_SHARDED_BYTES) < num_bytes
     return dataclasses.replace(code, shards_all=is_small), names_from_flow(flow, leaves), num_bytes
+
+
+def _bounds(flow: DimFlow, inputs: Inputs) -> dict[str, int]:
+    """Return an upper bound of each integer input that selects rows of a table.
+
+    In tables other than the largest, the bound is at most the last dim of the input, because models add an offset to
+    positions.
+    """
+    names = sorted(inputs.arrays)  # in the order of a pytree
+    bounds: dict[str, int] = {}
+    largest = max((flow.classes.size(lookup.rows) for lookup in flow.lookups if lookup.inputs), default=0)
+    for lookup in flow.lookups:
+        rows = flow.classes.size(lookup.rows)
+        for name in (names[index] for index in lookup.inputs):
+            bound = rows if rows == largest else min(rows, inputs.arrays[name].shape[-1])
+            bounds[name] = min(bound, bounds.get(name, bound))
+    return bounds
 
 
 def _output_of(flow: DimFlow, out: PyTree, batch_size: int, loss: LossKind | None, target: str) -> ModelOutput:
