@@ -32,7 +32,7 @@ from meshpar.pod import watchdog as watchdog
 from meshpar.pod.coordination import StopAgreement, this_pod
 from meshpar.sharding.errors import MeshparError, check_positive_int, problem
 from meshpar.sharding.types import PyTree
-from meshpar.training.earlier_steps import STEPS_IN_FLIGHT, to_host
+from meshpar.training.earlier_steps import STEPS_IN_FLIGHT, start_transfers, to_host
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.step import TrainStep
 
@@ -49,7 +49,7 @@ Step: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Mapping[str, 
 
 _PREFETCHED_S = 1e-4
 """A batch that arrives in this time was prefetched, so the devices have not waited for it."""
-_NO_PHASE = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
 _RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu", "goodput")
 
 
@@ -161,6 +161,8 @@ class Run:
     """Number of consecutive skipped updates at which the run fails."""
     read: Callable[[Mapping[str, Any]], Mapping[str, np.ndarray]]
     """Waits for the metrics of a step, and returns their values."""
+    on_accelerator: bool
+    """Whether to transfer metrics to the host as soon as their step is dispatched."""
     last: Record | None = None
     validation: Validation | None = None
     training_s: float = 0.0
@@ -186,6 +188,8 @@ class Run:
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
         self.waited_s = 0.0
         """Time in which this process has waited for its devices, or was in a phase other than "data"."""
+        self.is_watched = False
+        """Whether `waited_s` includes the time in which devices block a dispatch. The clock of a thread is slow."""
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._read_at = self._began_at = time.perf_counter()
         self._lost_at = 0.0
@@ -259,16 +263,15 @@ class Run:
             return
         is_first = self.step == self.first_step
         annotation = jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1)
-        with self.within("compile") if is_first else _NO_PHASE, annotation:
-            # Devices may block the dispatch. The CPU time of this thread is the work of the host.
-            began, began_cpu = time.perf_counter(), time.thread_time()
+        compiling = self.within("compile") if is_first else _NOTHING
+        with compiling, annotation, _Blocked(self) if self.is_watched else _NOTHING:
             self.state, metrics = step(self.state, batch)
-            blocked_s = time.perf_counter() - began - (time.thread_time() - began_cpu)
-        self.waited_s += max(blocked_s, 0.0)
         self.step += 1
         if is_first and (names := metrics.keys() & {*_RESERVED} - {"loss"}):
             reason, fix = f"the loop reserves the names {', '.join(_RESERVED)}", "rename it in the loss function"
             raise problem(f"metric `{min(names)}`", "record it", reason, fix, code="conflict")
+        if self.on_accelerator:
+            start_transfers(metrics)
         self._in_flight.append((self.step, metrics))
         for on_dispatched in self._on_dispatched:
             on_dispatched(self)
@@ -341,6 +344,20 @@ class _Phase:
             run.lost_s[phase] += seconds
 
 
+class _Blocked:
+    """A block in which devices may block the thread. The CPU time of the thread is the work of the host."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._began, self._began_cpu = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *error: Any) -> None:
+        blocked_s = time.perf_counter() - self._began - (time.thread_time() - self._began_cpu)
+        self._run.waited_s += max(blocked_s, 0.0)
+
+
 def _overriding(hooks: Sequence[Hook], method: str) -> list[Callable[..., None]]:
     """Return a method of the hooks that define it."""
     methods = [getattr(hook, method) for hook in hooks]
@@ -407,7 +424,7 @@ def fit(
         state=state, batches=batches, steps=steps, hooks=sorted(all_hooks, key=lambda hook: hook.order),
         tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops_per_s=peak_flops_per_s,
         raise_nonfinite=getattr(getattr(step, "options", None), "nonfinite", None) == "raise", max_skipped=max_skipped,
-        read=step.read if isinstance(step, TrainStep) else to_host,
+        read=step.read if isinstance(step, TrainStep) else to_host, on_accelerator=jax.default_backend() != "cpu",
     )  # fmt: skip
     del state  # the first step donates it
     with _started_hooks(run):
@@ -625,6 +642,7 @@ class _WatchdogHook(Hook):
 
     def on_start(self, run: Run) -> None:
         self._watch.phase = PHASES["compile"]
+        run.is_watched = True
 
     def on_dispatched(self, run: Run) -> None:
         self._watch.step = run.step

@@ -152,6 +152,34 @@ def test_time_is_lost_to_data_only_while_the_devices_are_idle(monkeypatch, wait_
     run(4, batches=batches(), hooks=[Account()])
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_only_watched_runs_measure_blocked_dispatches(monkeypatch, is_watched):
+    clock = types.SimpleNamespace(now=0.0, cpu_reads=0)
+
+    def thread_time():
+        clock.cpu_reads += 1
+        return clock.now / 4
+
+    class Blocks(FakeStep):
+        def __call__(self, state, batch):
+            clock.now += 1
+            return super().__call__(state, batch)
+
+    class Watch(Hook):
+        def on_start(self, run):
+            run.is_watched = is_watched
+
+        def on_end(self, run, reason):
+            # The first step is in the phase "compile", which counts in full.
+            assert run.waited_s == pytest.approx(1 + 3 * 0.75 + 0.75 if is_watched else 1)
+
+    monkeypatch.setattr(
+        "meshpar.loop.fit.time", types.SimpleNamespace(perf_counter=lambda: clock.now, thread_time=thread_time)
+    )
+    run(4, step=Blocks(), hooks=[Watch()])
+    assert (clock.cpu_reads > 0) == is_watched
+
+
 def test_only_methods_that_hooks_define_are_called():
     class Quiet(Hook):
         pass

@@ -116,3 +116,14 @@ def test_fit_reads_the_metrics_of_a_step_once(monkeypatch):
     step(result.state, BATCH)
     names = 4  # loss, loss_weight, grad_norm, finite
     assert len([x for x in read if not isinstance(x, np.ndarray)]) == num_steps * names
+
+
+def test_metrics_on_accelerators_are_transferred_when_the_step_is_dispatched(monkeypatch):
+    events, copy = [], type(jax.numpy.zeros(())).copy_to_host_async
+    metrics = {"loss": jax.numpy.float32(1.5), "finite": np.bool_(True)}
+    monkeypatch.setattr(earlier_steps, "_is_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(type(metrics["loss"]), "copy_to_host_async", lambda x: events.append(x) or copy(x))
+    earlier_steps.start_transfers(metrics)
+    assert len(events) == 1
+    assert events[0] is metrics["loss"]
+    assert to_host(metrics) == {"loss": 1.5, "finite": True}
