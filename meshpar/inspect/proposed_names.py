@@ -42,8 +42,6 @@ class ProposedLeaf(NamedTuple):
     names: Names
     reason: str
     """Why the dims have these names."""
-    replaces_names: bool = False
-    """Whether the model has other names for the dims, which a rule must replace."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +79,7 @@ class ProposedNames(Printed, Plain):
             )
             for leaf in self.leaves
         }
-        replaced = {leaf.path for leaf in self.leaves if leaf.replaces_names}
-        named = {path: dims for path, dims in kept.items() if {*dims} - {None, "embed"} or path in replaced}
+        named = {path: dims for path, dims in kept.items() if {*dims} - {None, "embed"}}
         patterns = _patterns({**dict.fromkeys(self.unnamed, ()), **dict.fromkeys(kept, ()), **named})
         return {patterns[path]: names(*dims) for path, dims in named.items()}
 
@@ -343,17 +340,15 @@ class _Proposal:
         named: list[str | None] = [self._name(dim) for dim in dims]
         found = [name for name in named if name]
         if not found or len({*found}) < len(found):
-            if leaf.names is None:
-                return None
-            named = [None] * len(dims)
+            return None
         # The largest of the other dims is sharded by ZeRO.
         free = [i for i, (name, dim) in enumerate(zip(named, dims, strict=True)) if name is None and dim]
-        if free and len(dims) > 1 and found != ["layers"]:
+        if free and found != ["layers"]:
             named[max(free, key=lambda i: (leaf.shape[i], -i))] = "embed"
         reasons = [
             reason for name, dim in zip(named, dims, strict=True) if name and (reason := self._reason(name, dim))
         ]
-        return ProposedLeaf(leaf.path, leaf.shape, tuple(named), "; ".join(reasons), leaf.names is not None)
+        return ProposedLeaf(leaf.path, leaf.shape, tuple(named), "; ".join(reasons))
 
     def _name(self, dim: Dim) -> str | None:
         if dim and {*dim} <= self.layers:

@@ -7,7 +7,7 @@ import re
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class AdoptedRecipe:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     strategy: str = "mp.ddp()"
     """Code of the strategy without rules."""
+    drops_names: bool = False
+    """Whether the model has logical names of the other package, which the rules replace."""
     shards_all: bool = False
     """Whether ZeRO also shards small leaves without names."""
     compute: str | None = None
@@ -72,6 +74,7 @@ class AdoptedRecipe:
         modules = {*self.target.modules} - {"jax.numpy", "numpy"}
         modules |= {"equinox", "jax"} if self.target.kind == "equinox" else set()
         modules |= {"optax"} if self.output is not None and self.output.loss == "cross-entropy" else set()
+        modules |= {"dataclasses"} if self.drops_names else set()
         imports = [*(f"import {name}" for name in modules), "import jax.numpy as jnp", "import numpy as np"]
         listed = "\n".join(sorted(imports))
         return f'''
@@ -102,6 +105,9 @@ BATCH_SIZE = {self.inputs.batch_size}
             "linen": f"    return mp.from_linen(\n        {expression},\n{batch}{static}    )\n",
             "equinox": _EQUINOX.replace("EXPRESSION", expression),
         }[self.target.kind]
+        if self.drops_names:
+            build = build.replace("    return", "    model =", 1)
+            build += "    return dataclasses.replace(model, names=dict)  # without the names of the package\n"
         return f'''
 def build() -> Model:
     """Return the model."""
@@ -165,7 +171,9 @@ def loss(model, batch, key):
         sizes |= {"fsdp": -1} if "fsdp" in sizes else {}
         mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         strategy = self.strategy.replace("sdp()", "sdp(min_bytes=0)") if self.shards_all else self.strategy
-        step = f'        step=mp.StepOptions(precision=mp.Precision(compute="{self.compute}")),\n' if self.compute else ""
+        step = (
+            f'        step=mp.StepOptions(precision=mp.Precision(compute="{self.compute}")),\n' if self.compute else ""
+        )
         return f'''
 def recipe() -> mp.Recipe:
     """Return the recipe."""
@@ -190,7 +198,7 @@ def _with_count(shape: Sequence[int]) -> str:
     return f"(count, {', '.join(map(str, shape))})" if shape else "count"
 
 
-_EQUINOX = '''
+_EQUINOX = """
     def create(key):
         return EXPRESSION
 
@@ -209,4 +217,4 @@ _EQUINOX = '''
         return jax.tree.map(sharded, outputs)
 
     return mp.from_functions(init, apply)
-'''
+"""

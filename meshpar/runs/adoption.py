@@ -151,10 +151,10 @@ def adopt(
     are compiled and ranked, and the gradients of the best layout are compared with a single device.
 
     Args:
-      target: `MODULE:CLASS`, a class of Flax Linen, Flax NNX or Equinox, or `MODULE:FUNCTION`, a function that returns a
-        module or a `Model`; or the class or function itself.
-      inputs: example inputs that are passed by keyword: "ids=int32[8,128],deterministic=True", the path of a Python file
-        that defines a dict `inputs`, or such a dict. The first dim of each array is the global batch.
+      target: `MODULE:CLASS`, a class of Flax Linen, Flax NNX or Equinox, or `MODULE:FUNCTION`, a function that returns
+        a module or a `Model`; or the class or function itself.
+      inputs: example inputs that are passed by keyword: "ids=int32[8,128],deterministic=True", the path of a Python
+        file that defines a dict `inputs`, or such a dict. The first dim of each array is the global batch.
       settings: keyword arguments of the class, "NAME=VALUE". A value `MODULE:NAME` is imported, and "NAME.FIELD=VALUE"
         calls it with this keyword argument.
       cluster: `h100:8x8`, the path of a profile, or a `Cluster`, for which layouts are compiled (`aot` extra). None
@@ -225,7 +225,8 @@ def _proposed(
     code = dataclasses.replace(code, bounds=_bounds(flow, inputs), output=output)
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     is_small = 2 * sum(leaf.nbytes for leaf in leaves if leaf.nbytes >= MIN_SHARDED_BYTES) < num_bytes
-    return dataclasses.replace(code, shards_all=is_small), names_from_flow(flow, leaves), num_bytes
+    code = dataclasses.replace(code, shards_all=is_small, drops_names=any(leaf.names for leaf in leaves))
+    return code, names_from_flow(flow, leaves), num_bytes
 
 
 def _bounds(flow: DimFlow, inputs: Inputs) -> dict[str, int]:

@@ -67,8 +67,8 @@ def parse_inputs(text: str | Path | Mapping[str, Any]) -> Inputs:
     """Return the example inputs of a model.
 
     Args:
-      text: "ids=int32[8,128],deterministic=True"; the path of a Python file that defines a dict `inputs`; or a dict from
-        names to arrays, shapes and other arguments.
+      text: "ids=int32[8,128],deterministic=True"; the path of a Python file that defines a dict `inputs`; or a dict
+        from names to arrays, shapes and other arguments.
 
     Raises:
       MeshparError: a part has another format, a dtype is unknown, or the first dims of the arrays differ.
@@ -123,7 +123,9 @@ def _dtype(name: str, part: str) -> Any:
         return jnp.dtype(name)
     except TypeError:
         fix = near(name, ("int32", "float32", "bfloat16", "bool", "uint8"))
-        raise problem(f"input `{part.strip()}`", "read it", f"`{name}` is not a dtype", fix, code="wrong-dtype") from None
+        raise problem(
+            f"input `{part.strip()}`", "read it", f"`{name}` is not a dtype", fix, code="wrong-dtype"
+        ) from None
 
 
 def _literal(text: str) -> Any:
@@ -139,8 +141,8 @@ def parse_target(target: str, settings: Iterable[str] = ()) -> ModelTarget:
     """Return the description of a model.
 
     Args:
-      target: `MODULE:CLASS`, a class of Flax Linen, Flax NNX or Equinox, or `MODULE:FUNCTION`, a function that returns a
-        module or a `Model`. Functions receive `rngs` or `key` if they have such a parameter.
+      target: `MODULE:CLASS`, a class of Flax Linen, Flax NNX or Equinox, or `MODULE:FUNCTION`, a function that returns
+        a module or a `Model`. Functions receive `rngs` or `key` if they have such a parameter.
       settings: keyword arguments, "NAME=VALUE". A value `MODULE:NAME` is imported. "NAME.FIELD=VALUE" calls it with
         this keyword argument, and `MODULE:NAME()` calls it without arguments.
 

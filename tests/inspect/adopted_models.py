@@ -91,6 +91,16 @@ class ConvNet(nn.Module):
         return nn.Dense(10, name="logits")(x.mean((1, 2)))
 
 
+class OtherNames(nn.Module):
+    """An MLP with names that meshpar does not know."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", "tp"))
+        hidden = nn.relu(nn.Dense(MLP, kernel_init=init, name="up")(x))
+        return x + nn.Dense(EMBED, kernel_init=init, name="down")(hidden)
+
+
 def small_mlp(width: int = EMBED):
     """Return a model of plain functions, whose hidden dims meet in two matmuls."""
 

@@ -25,6 +25,7 @@ CASES = {
     "ScannedExperts": "x=float32[16,6,16]",
     "ConvNet": "x=float32[16,8,8,3]",
     "small_mlp": "x=float32[16,16]",
+    "OtherNames": "x=float32[16,16]",
 }
 """Class or function, and inputs."""
 
@@ -67,6 +68,15 @@ def test_a_loss_is_chosen_or_set() -> None:
     assert proposed("ConvNet")[0].output.loss == "squared-error"
     code, *_ = proposed("ConvNet", loss="cross-entropy")
     assert code.module().examples(4)["targets"].shape == (4,)
+
+
+def test_names_of_another_package_are_dropped() -> None:
+    code, names, _ = proposed("OtherNames")
+    assert code.module().build().names() == {}
+    assert {leaf.path: leaf.names for leaf in names.leaves}["down/kernel"] == ("mlp", "embed")
+    (layout, *_) = candidate_layouts(names, num_devices=8, per_node=8, batch_size=16)
+    recipe = with_layout(code, names, layout).module().recipe()
+    assert mp.shardings(recipe.model, mp.MeshSpec(fsdp=8).abstract(8), recipe.strategy)["up/kernel"].shards == 8
 
 
 def test_layouts_divide_heads_nodes_and_batch() -> None:
