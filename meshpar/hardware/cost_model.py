@@ -344,6 +344,10 @@ def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bou
     return num_ranks * pair_rows
 
 
+WINDOW_LOAD = 1.25
+"""Rows of the first window of grouped kernels over those of a balanced load."""
+
+
 def dropless_bytes(
     row_bytes: float,
     num_tokens: int,

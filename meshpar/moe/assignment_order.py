@@ -174,6 +174,16 @@ _move.defvjp(
 )
 
 
+def late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return zeros in the dtype of `like` that XLA allocates when `like` is available. `like` must not be empty.
+
+    XLA would create constant zeros once at the start of the program and copy them for each loop, which occupies memory
+    twice. The `where` has a condition that is never true, but XLA does not know that sizes are not negative.
+    """
+    zero = jnp.where(jnp.sum(sizes) < 0, like[(0,) * like.ndim], jnp.zeros((), like.dtype))
+    return varying_alike((), jnp.broadcast_to(zero, shape), like)[0]
+
+
 def segment_of(starts: jax.Array, size: int) -> jax.Array:
     """Return the segment of each position, int32 [lines, size], given the `starts` of segments, [lines, segments].
 

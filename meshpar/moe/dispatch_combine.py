@@ -89,7 +89,7 @@ def dispatch(
         y[t] = sum over j of weights[t, j] * expert_{experts[t, j]}(x[t])
 
         per device: x [T, d], experts [T, k], weights [T, k] -> y [T, d'];  rank r owns experts [r E/N, (r+1) E/N)
-        2 payload all-to-alls forward and 2 backward, and 1 forward of E/N + 1 counts per rank
+        2 payload all-to-alls forward and 2 backward, and 1 forward of counts, E per rank
 
     The module docstring describes the paths, what they send and drop, and the gradients. The plain reference is
     `meshpar.moe.reference.moe`.

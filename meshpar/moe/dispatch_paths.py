@@ -26,13 +26,10 @@ from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.hardware import cost_model as cost
 from meshpar.moe.assignment_order import (
     Order,
-    Permutation,
     by_expert,
     combine,
     expand,
     in_buffers,
-    move,
-    segment_of,
     weighted_sum,
 )
 from meshpar.moe.routing import assign_slots, count
@@ -127,8 +124,6 @@ class ReceivedTokens(NamedTuple):
     weights: jax.Array
     """[T, k]: gate weights of the local tokens."""
     counts: RowCounts | None
-    movement: Permutation | None
-    """Movement of rows from the order of arrival to the order of experts."""
     stats: Dispatched
     across: ReceivedTokens | None = None
     """Node-first only: the rows that arrived from other nodes, before they were forwarded inside the node."""
@@ -155,7 +150,7 @@ class Capacity(NamedTuple):
         fitting = jnp.minimum(chosen, capacity)
         received = shape.exchange_counts(fitting.reshape(shape.num_ranks, -1)).sum(0, dtype=jnp.int32)
         stats = Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
-        return ReceivedTokens(tokens, sizes, order, weights, None, None, stats)
+        return ReceivedTokens(tokens, sizes, order, weights, None, stats)
 
     def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         shape, width = self.shape, outputs.shape[1]
@@ -176,7 +171,7 @@ class Capacity(NamedTuple):
 class Dropless(NamedTuple):
     """Rows sorted by expert, a variable number per rank.
 
-    [T, d] -> [A, d] sorted by expert -> all-to-all -> [N P, d] by rank -> [N P, d] by local expert
+    [T, d] -> [A, d] sorted by expert -> all-to-all -> [N P, d] sorted by local expert
     """
 
     shape: Shape
@@ -195,31 +190,25 @@ class Dropless(NamedTuple):
     def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> ReceivedTokens:
         shape = self.shape
         order, chosen, sent = self._sort(experts)
-        sent_by_rank = sent.reshape(shape.num_ranks, -1)
-        sums = sent_by_rank.sum(1, dtype=jnp.int32)
-        begins = jnp.cumsum(sums) - sums
-        exchanged = shape.exchange_counts(jnp.concatenate([sent_by_rank, begins[:, None]], axis=1))
-        received_by_rank = exchanged[:, :-1]
-        counts = RowCounts(sums, begins, received_by_rank.sum(1, dtype=jnp.int32), exchanged[:, -1])
-        stats = Dispatched(chosen, received_by_rank.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
-        movement = _to_expert_order(received_by_rank, self.pair_rows)
-        arrived = ReceivedTokens(x, stats.received, order, weights, counts, movement, stats)
+        # A place in a receive buffer depends on the rows that all ranks send, so all ranks get all counts.
+        by_all = shape.exchange_counts(jnp.broadcast_to(sent, (shape.num_ranks, *sent.shape)))
+        rank = lax.axis_index(shape.axis) if shape.num_ranks > 1 else 0
+        counts = RowCounts.of(by_all.reshape(shape.num_ranks, shape.num_ranks, -1), rank)
+        received = counts.received.sum(0, dtype=jnp.int32)
+        stats = Dispatched(chosen, received, jnp.sum(chosen - sent, dtype=jnp.int32))
+        arrived = ReceivedTokens(x, received, order, weights, counts, stats)
         return arrived._replace(tokens=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
 
     def send_rows_of(self, x: jax.Array, arrived: ReceivedTokens, coding: Coding) -> jax.Array:
-        """[T, d] -> [N P, d]: send rows of `x` to the ranks of their experts, and sort them by expert on arrival."""
-        assert arrived.counts is not None
-        tokens = exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
-        return tokens if arrived.movement is None else move(tokens, arrived.movement)
+        """[T, d] -> [N P, d]: send rows of `x` to the ranks of their experts."""
+        return exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
 
     def combine(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         return weighted_sum(self.send_back(outputs, arrived), arrived.weights, arrived.order)
 
     def send_back(self, outputs: jax.Array, arrived: ReceivedTokens) -> jax.Array:
         """[N P, d'] -> [A, d']: return rows to the order of the local tokens' assignments."""
-        assert arrived.counts is not None
-        tokens = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse)
-        return exchange(self._link, self.payload.coding("combine"), SEND_BACK, tokens, arrived.counts)
+        return exchange(self._link, self.payload.coding("combine"), SEND_BACK, outputs, arrived.counts)
 
     @property
     def _link(self) -> RowLink:
@@ -308,19 +297,3 @@ class NodeFirst(NamedTuple):
 
 
 Path: TypeAlias = Capacity | Dropless | NodeFirst
-
-
-def _to_expert_order(counts: jax.Array, pair_rows: int) -> Permutation | None:
-    """Return the movement of rows [N P], sorted by (rank, expert), to the order of experts.
-
-    Return None for a single rank, because its rows are already sorted.
-    """
-    if len(counts) == 1:
-        return None
-    per_expert = counts.sum(0, dtype=jnp.int32)
-    expert_begins = (jnp.cumsum(per_expert) - per_expert) + (jnp.cumsum(counts, axis=0) - counts)
-    rank_begins = jnp.cumsum(counts, axis=1) - counts
-    index = jnp.arange(pair_rows, dtype=jnp.int32)
-    shift = jnp.take_along_axis(expert_begins - rank_begins, segment_of(rank_begins, pair_rows), axis=1)
-    targets = jnp.where(index < counts.sum(1, dtype=jnp.int32)[:, None], index + shift, -1).reshape(-1)
-    return Permutation.of(targets, len(targets)).inverse

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +28,7 @@ from meshpar.layers.remat import MATMUL
 from meshpar.layers.scan import LoraWeight
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
+from meshpar.moe.assignment_order import late_zeros
 from meshpar.sharding.context import TraceOption
 from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
 
@@ -422,16 +424,6 @@ def _loop(
         return repeat(plan.static_blocks, block_ends[-1], unsaved_step or step, carry)
 
 
-def _late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return zeros in the dtype of `like` that XLA allocates when `like` is available. `like` must not be empty.
-
-    XLA would create constant zeros once at the start of the program and copy them for each loop, which occupies memory
-    twice. The `where` has a condition that is never true, but XLA does not know that sizes are not negative.
-    """
-    zero = jnp.where(jnp.sum(sizes) < 0, like[(0,) * like.ndim], jnp.zeros((), like.dtype))
-    return varying_alike((), jnp.broadcast_to(zero, shape), like)[0]
-
-
 def _read(x: jax.Array, block: _Block) -> jax.Array:
     rows = lax.dynamic_slice_in_dim(x, block.first, block.mask.shape[0])
     return jnp.where(block.mask, rows, jnp.zeros_like(rows))
@@ -474,7 +466,7 @@ def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array
         (weight,) = _weights_of(quantized, block)
         return (_write(carry[0], block, _dot(_read(rows, block), weight, (1, contracted - 1))),)
 
-    out = _late_zeros((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
+    out = late_zeros((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
     return _loop(plan, sizes, rows.shape[0], step, (out,))[0]
 
 
@@ -533,13 +525,13 @@ def _swiglu(
         return _write(carry[0], block, _linear(activation(*hidden), down)), *saved
 
     (gate, _), _, (down, _) = weights
-    out = _late_zeros((rows.shape[0], down.shape[2]), rows, sizes)
+    out = late_zeros((rows.shape[0], down.shape[2]), rows, sizes)
     saving_step, plain_step = (functools.partial(step, saves=saves) for saves in (True, False))
     if not saves:
         return _loop(plan, sizes, rows.shape[0], plain_step, (out,))
     num_saved = (plan.static_blocks or plan.max_blocks) * plan.block
     shape = (min(num_saved, rows.shape[0]), gate.shape[2])
-    init = (out, *(_late_zeros(shape, rows, sizes) for _ in range(2)))
+    init = (out, *(late_zeros(shape, rows, sizes) for _ in range(2)))
     return _loop(plan, sizes, rows.shape[0], saving_step, init, unsaved_step=plain_step)
 
 
@@ -573,7 +565,7 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
 
     with jax.named_scope(SWIGLU):
         init = (
-            _late_zeros(rows.shape, rows, sizes),
+            late_zeros(rows.shape, rows, sizes),
             *(jnp.zeros(weight.shape[1:], _sum_dtype(rows)) for weight in flat),
             *(jnp.zeros(weight.shape, rows.dtype) for weight in flat),
         )
@@ -627,8 +619,8 @@ class _Windows(NamedTuple):
 
 
 def _window_rows(num_rows: int, typical_rows: int | None) -> int:
-    """Return the number of rows of a window: 5/4 of the typical number, as ranks rarely have a higher load."""
-    return num_rows if typical_rows is None else min(-(-5 * typical_rows // 4), num_rows)
+    """Return the number of rows of a window. Ranks rarely have a higher load."""
+    return num_rows if typical_rows is None else min(math.ceil(cost.WINDOW_LOAD * typical_rows), num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -646,7 +638,7 @@ def _windowed_swiglu_forward(windows: _Windows, rows: jax.Array, weights: Any, s
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
     hidden = hidden_of(0)
-    out = write(0, hidden, _late_zeros((len(rows), weights[2][0].shape[2]), rows, sizes))
+    out = write(0, hidden, late_zeros((len(rows), weights[2][0].shape[2]), rows, sizes))
     out = windows.loop(sizes, len(rows), lambda begin, _, out: write(begin, hidden_of(begin), out), out)
     return out, (rows, weights, sizes, _named(hidden))
 
@@ -673,7 +665,7 @@ def _windowed_swiglu_backward(windows: _Windows, saved: tuple, grad: jax.Array) 
         return d_rows, jax.tree.map(jnp.add, d_weights, more)
 
     dx, d_weights = gradients(0, grad[: windows.size], saved_hidden)
-    d_rows = lax.dynamic_update_slice_in_dim(_late_zeros(rows.shape, rows, sizes), dx, 0, 0)
+    d_rows = lax.dynamic_update_slice_in_dim(late_zeros(rows.shape, rows, sizes), dx, 0, 0)
     return *windows.loop(sizes, len(rows), step, (d_rows, d_weights)), None
 
 

@@ -1,13 +1,16 @@
 """Exchange of rows between token ranks and expert ranks.
 
 Each direction is an all-to-all, and the transpose of the other direction. Rank r of N owns experts [r E/N, (r+1) E/N).
-A rank sends at most A rows, and at most P rows to the same rank.
+A rank sends at most A rows, and at most P rows to the same rank. Rows are sorted by expert before they are sent, and
+by local expert and then by rank after they arrive.
 
-    fixed         [N, P, d] -> [N, P, d] in a dense all-to-all; missing rows are sent as zeros
-    ragged        `jax.lax.ragged_all_to_all` sends existing rows only; XLA supports it on GPUs
-    hierarchical  [N, P, d] -> [N, P, d] inside a node and across nodes (`collectives.hierarchical_all_to_all`)
+    fixed         [N, P, d] -> [N, P, d] in a dense all-to-all; missing rows are sent as zeros, and rows are sorted
+                  when they arrive
+    ragged        `jax.lax.ragged_all_to_all` sends existing rows only, to their place in the sorted buffer; XLA
+                  supports it on GPUs
+    hierarchical  as fixed, inside a node and across nodes (`collectives.hierarchical_all_to_all`)
 
-The results are bitwise equal: row p from rank s is at [s, p]. Quantized rows are encoded separately and sent as bytes.
+The results are bitwise equal. Quantized rows are encoded separately and sent as bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from jax import lax
 from meshpar.collectives.hierarchical import hierarchical_all_to_all
 from meshpar.collectives.quantized import BLOCK, decoded, encoded
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe.assignment_order import Permutation, move
+from meshpar.moe.assignment_order import Permutation, late_zeros, move, segment_of
 
 
 class RowLink(NamedTuple):
@@ -41,16 +44,31 @@ class RowLink(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows per rank, as int32 [N] arrays."""
+    """Numbers of rows per rank and local expert, as int32 [N, E/N] arrays, and the position of the first of them."""
 
     sent: jax.Array
-    """Rows to rank r, at most P."""
+    """Rows to an expert of rank r. Their sum over the experts of a rank is at most P."""
     begins: jax.Array
-    """Index of the first row to rank r in the local send buffer."""
+    """Position in the local send buffer."""
+    remote_places: jax.Array
+    """Position in the receive buffer of rank r."""
     received: jax.Array
-    """Rows from rank s."""
+    """Rows from rank s for a local expert."""
+    places: jax.Array
+    """Position in the local receive buffer."""
     remote_begins: jax.Array
-    """Index of the first row to this rank in the send buffer of rank s."""
+    """Position in the send buffer of rank s."""
+
+    @staticmethod
+    def of(sent: jax.Array, rank: jax.Array | int) -> RowCounts:
+        """Return the counts of a rank, given those of all ranks: int32 [N from, N to, E/N]."""
+        num_ranks = len(sent)
+        to_experts = sent.reshape(num_ranks, -1)
+        begins = (jnp.cumsum(to_experts, axis=1) - to_experts).reshape(sent.shape)
+        by_expert = jnp.moveaxis(sent, 0, -1).reshape(num_ranks, -1)  # [to, expert, from]
+        places = (jnp.cumsum(by_expert, axis=1) - by_expert).reshape(num_ranks, -1, num_ranks)
+        places = jnp.moveaxis(places, -1, 0)
+        return RowCounts(sent[rank], begins[rank], places[rank], sent[:, rank], places[:, rank], begins[:, rank])
 
 
 class Coding(NamedTuple):
@@ -76,7 +94,7 @@ def all_to_all(link: RowLink, buffers: jax.Array) -> jax.Array:
 SEND_BACK, FULL, SEND = -1, 0, 1
 """Directions of `exchange`. The transpose of a direction is its negative.
 
-    SEND       [A, d] -> [N P, d]      rows, sorted by rank, to their ranks; missing rows are zeros
+    SEND       [A, d] -> [N P, d]      rows, sorted by expert, to their ranks; missing rows are zeros
     SEND_BACK  [N P, d] -> [A, d]      the inverse of `SEND`
     FULL       [N, P, d] -> [N, P, d]  full buffers, like `all_to_all`, without counts
 """
@@ -117,19 +135,34 @@ def _send(link: RowLink, direction: int, rows: jax.Array, counts: RowCounts | No
 
 def _send_fixed(link: RowLink, is_back: bool, rows: jax.Array, counts: RowCounts) -> jax.Array:
     index = jnp.arange(link.pair_rows, dtype=jnp.int32)
-    sources = jnp.where(index < counts.sent[:, None], counts.begins[:, None] + index, -1)
+    sent = counts.sent.sum(1, keepdims=True, dtype=jnp.int32)
+    sources = jnp.where(index < sent, counts.begins[:, :1] + index, -1)
     to_buffers = Permutation.of(sources.reshape(-1), link.send_rows)
-    buffers = rows if is_back else move(rows, to_buffers)
+    sort = to_expert_order(counts.received, link.pair_rows)
+    buffers = move(rows, sort.inverse if is_back else to_buffers)
     buffers = all_to_all(link, buffers.reshape(link.num_ranks, -1, rows.shape[1])).reshape(buffers.shape)
-    return move(buffers, to_buffers.inverse) if is_back else buffers
+    return move(buffers, to_buffers.inverse if is_back else sort)
 
 
 def _send_ragged(link: RowLink, is_back: bool, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    # JAX batches all operands or none: offsets need the varying and `vmap` axes of the counts.
-    rank = jnp.arange(link.num_ranks, dtype=jnp.int32) if is_back else lax.axis_index(link.axis)
-    offsets, num_rows = rank * link.pair_rows + 0 * counts.sent, link.num_ranks * link.pair_rows
-    outgoing = (counts.begins, counts.sent, offsets, counts.received)
     if is_back:
-        outgoing, num_rows = (offsets, counts.received, counts.remote_begins, counts.sent), link.send_rows
-    zeros = varying_alike(link.axis, jnp.zeros((num_rows, *rows.shape[1:]), rows.dtype), rows)[0]
-    return lax.ragged_all_to_all(rows, zeros, *outgoing, axis_name=link.axis)
+        outgoing, num_rows = (counts.places, counts.received, counts.remote_begins, counts.sent), link.send_rows
+    else:
+        outgoing = counts.begins, counts.sent, counts.remote_places, counts.received
+        num_rows = link.num_ranks * link.pair_rows
+    zeros = late_zeros((num_rows, *rows.shape[1:]), rows, counts.sent)
+    return lax.ragged_all_to_all(rows, zeros, *(x.reshape(-1) for x in outgoing), axis_name=link.axis)
+
+
+def to_expert_order(counts: jax.Array, pair_rows: int) -> Permutation:
+    """Return the movement of rows [N P], sorted by (rank, expert), to the order of experts.
+
+    `counts` are the received rows, int32 [N, E/N].
+    """
+    per_expert = counts.sum(0, dtype=jnp.int32)
+    expert_begins = (jnp.cumsum(per_expert) - per_expert) + (jnp.cumsum(counts, axis=0) - counts)
+    rank_begins = jnp.cumsum(counts, axis=1) - counts
+    index = jnp.arange(pair_rows, dtype=jnp.int32)
+    shift = jnp.take_along_axis(expert_begins - rank_begins, segment_of(rank_begins, pair_rows), axis=1)
+    targets = jnp.where(index < counts.sum(1, dtype=jnp.int32)[:, None], index + shift, -1).reshape(-1)
+    return Permutation.of(targets, len(targets)).inverse

@@ -37,6 +37,7 @@ from meshpar.planner.time_estimate import (
     elements_per_expert,
     experts,
     hidden_of_weights,
+    kernel_bytes,
     routed_bytes,
     schedule_timing,
 )
@@ -342,7 +343,12 @@ class Search:
         if work.bound_factor is not None:
             max_rows = np.minimum(max_rows, work.bound_factor * work.experts_per_token)
         capacity = np.where(ranks > 1, max_rows, work.experts_per_token)
-        moved = microbatches * block_bytes * size * BLOCKS_A_GROUP * num_local + routed_bytes(placed, tokens * capacity)
+        if work.grouped_kernels is not None:
+            rows, experts_run = tokens * work.experts_per_token, microbatches * num_local
+            moved = kernel_bytes(placed, size, experts_run, rows, tokens * capacity)
+        else:
+            moved = microbatches * block_bytes * size * BLOCKS_A_GROUP * num_local
+            moved = moved + routed_bytes(placed, tokens * capacity, STEP.routed_passes)
         return moved / shards(step.ordered(["stage"])) / self.cluster.memory_bytes_per_s
 
     def _max_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], shards: Callable[..., Any]) -> Any:

@@ -312,9 +312,8 @@ class Clock:
     def _expert_bytes(self, placed: Placed, step: Execution) -> float:
         """Return the bytes that MoE layers move per micro-step, in addition to saved activations.
 
-        The blocked implementation computes weight gradients block by block of tokens (`meshpar.moe.grouped`). tokamax's
-        kernels read the weights for the product, transpose and read them for the gradient of rows, and write their
-        gradient once. Buffers are large enough for any routing.
+        The blocked implementation computes weight gradients block by block of tokens (`meshpar.moe.grouped`). Buffers
+        of tokens are large enough for any routing.
         """
         work = placed.workload
         decisions = experts(placed)
@@ -327,10 +326,10 @@ class Clock:
         blocks = slices * cost.grouped_rows(routed, num_local, size := cost.grouped_block(routed, num_local)) // size
         capacity = cost.dropless_rows(step.tokens, work.experts_per_token, work.num_experts, ranks, work.bound_factor)
         if work.grouped_kernels is not None:
-            weights_bytes = GROUPED_PASSES * work.compute_itemsize * slices * num_local * expert_size
-            return float(weights_bytes + routed_bytes(placed, capacity))
+            tokens = float(step.tokens * work.experts_per_token)
+            return float(kernel_bytes(placed, expert_size, slices * num_local, tokens, capacity))
         block_bytes = STEP.block_bytes if num_local == 1 else STEP.block_bytes_of_several
-        return block_bytes * expert_size * blocks + routed_bytes(placed, capacity)
+        return block_bytes * expert_size * blocks + routed_bytes(placed, capacity, STEP.routed_passes)
 
     def _between_stages(self, placed: Placed, step: Execution, timing: ScheduleTiming) -> Iterator[tuple[float, float]]:
         """Yield the messages over the stages as (number, bytes).
@@ -380,11 +379,37 @@ def elements_per_expert(
     return decision.leaf.size / num_experts / (num_shards or step.num_shards)(tensor_axes)
 
 
-def routed_bytes(placed: Placed, capacity: float | np.ndarray) -> float | np.ndarray:
-    """Return the bytes that MoE layers move for token buffers with `capacity` rows, on one device."""
+def routed_bytes(placed: Placed, capacity: float | np.ndarray, passes: float) -> float | np.ndarray:
+    """Return the bytes that MoE layers move in `passes` over token buffers with `capacity` rows, on one device."""
     routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router and weight.leaf.has("embed")]
     width = sum(leaf.num_layers * leaf.size_of("embed") for leaf in routers)
-    return STEP.routed_passes * capacity * width * placed.workload.compute_itemsize
+    return passes * capacity * width * placed.workload.compute_itemsize
+
+
+def kernel_bytes(
+    placed: Placed,
+    expert_size: float | np.ndarray,
+    num_local: float | np.ndarray,
+    tokens: float | np.ndarray,
+    capacity: float | np.ndarray,
+) -> float | np.ndarray:
+    """Return the bytes that MoE layers with tokamax's kernels move on one device.
+
+    Kernels read the weights for the product, transpose and read them for the gradient of rows, and write their gradient
+    once. Hidden activations have the rows of a window (`meshpar.moe.grouped`).
+
+    Args:
+      placed: the placed parameters.
+      expert_size: elements of an expert, over all layers.
+      num_local: number of local experts, times the number of times that they run.
+      tokens: rows of a balanced load.
+      capacity: rows of the buffers of tokens.
+    """
+    embed = max(weight.leaf.size_of("embed") for weight in placed.weights if weight.leaf.is_expert)
+    hidden = STEP.hidden_passes * cost.WINDOW_LOAD * tokens * expert_size / (3 * embed)
+    itemsize = placed.workload.compute_itemsize
+    weights_and_hidden = (GROUPED_PASSES * num_local * expert_size + hidden) * itemsize
+    return weights_and_hidden + routed_bytes(placed, capacity, STEP.kernel_passes)
 
 
 def matmul_size(step: Execution) -> float:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.moe.assignment_order import by_expert, move, weighted_sum
-from meshpar.moe.dispatch_paths import _to_expert_order
+from meshpar.moe.token_exchange import to_expert_order
 
 
 def test_rows_are_moved_to_the_order_of_experts_and_back():
@@ -23,7 +23,7 @@ def test_rows_are_moved_to_the_order_of_experts_and_back():
 
     @jax.jit
     def run(rows):
-        movement = _to_expert_order(jnp.asarray(counts), pair_rows)
+        movement = to_expert_order(jnp.asarray(counts), pair_rows)
         moved, pull = jax.vjp(lambda rows: move(rows, movement), rows)
         return moved, pull(moved)[0], move(moved, movement.inverse)
 

@@ -353,9 +353,11 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
     )
     index = jnp.arange(len(operand))
-    is_valid = (recv_sizes == sizes[:, me]).all()
-    for source in range(len(rows)):
-        begin, size, target = begins[source, me], sizes[source, me], targets[source, me]
+    # Several slices may be sent to a rank.
+    begins, sizes, targets = (x.reshape(len(rows), len(rows), -1) for x in (begins, sizes, targets))
+    is_valid = (recv_sizes == sizes[:, me].reshape(-1)).all()
+    for source, part in np.ndindex(len(rows), sizes.shape[2]):
+        begin, size, target = begins[source, me, part], sizes[source, me, part], targets[source, me, part]
         is_valid &= (begin + size <= len(operand)) & (target + size <= len(output))
         received = rows[source].at[begin + index].get(mode="fill", fill_value=0)
         output = output.at[jnp.where(index < size, target + index, len(output))].set(received, mode="drop")
@@ -416,7 +418,8 @@ def test_row_exchanges_match_the_cost_model(name):
     expected = cost.moe_all_to_all(8 * WIDTH, case.tokens, case.k, case.ranks, padding=padding)
     assert {a2a.bytes_sent_per_device for a2a in messages if a2a != counts} == {expected.bytes_sent}
     assert (counts.kind, counts.module, counts.is_backward) == ("all-to-all", "dispatch/counts", False)
-    numbers = case.num_experts // case.ranks + (case.capacity is None)  # a count per local expert, and the first row
+    # With buffers, a rank sends the counts of the receiver's experts, and otherwise those of all experts.
+    numbers = case.num_experts // (1 if case.capacity is None else case.ranks)
     assert counts.bytes_sent_per_device == (case.ranks - 1) * 4 * numbers
 
 
