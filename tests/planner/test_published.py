@@ -129,7 +129,7 @@ RUNS = {
         "zero1(axis='data') | expert_parallel()",
         source="Megatron-LM, megatron/core/transformer/moe/README.md, core 0.9: 468 TFLOP/s with the mapping it names; "
         "82.9e9 FLOPs a token as Megatron-LM counts them, attention without its mask",
-        off="its grouped matmuls are assumed to run like other matmuls; our buffers have rows for any routing",
+        off="its grouped matmuls are assumed to run like other matmuls; our stages wait for each other's messages",
     ),
     "8B, 8 H100, fp8": Published(**ON_8, matmul="fp8", tokens_per_s=8532),
     "8B, 128 H100, fp8": Published(**ON_128, matmul="fp8", tokens_per_s=8380),
