@@ -1,4 +1,4 @@
-"""Compilation of the training step in a thread, while the run creates or restores its state."""
+"""Compilation of a program in a thread, while the run prepares its first step."""
 
 from __future__ import annotations
 

@@ -262,6 +262,7 @@ class TrainingRun:
         self._phases.end("shardings")
         with contextlib.ExitStack() as stack:
             stack.enter_context(keeping_programs(programs, is_profiled=profile is not None))
+            self._init_compilation = self._compile_init()
             self.batches = stack.enter_context(self.source.train(setup.batch_sharding))
             self._phases.end("data")
             if recipe.pgle:
@@ -280,7 +281,7 @@ class TrainingRun:
             self.screen.fields("meshpar train", self._description() | kept | tuned)
             checkpoints = Checkpoints(self.folder.checkpoints, keep=recipe.keep_checkpoints)
             self.checkpoints = stack.enter_context(checkpoints)
-            self.compilation = self._compile_in_background()
+            self.compilation = self._compile_step()
             self._phases.end("run folder")
             yield
 
@@ -292,10 +293,10 @@ class TrainingRun:
             source = self._from_hf
 
             def init(setup: Setup, key: int) -> TrainState:
+                if self._init_compilation is not None:
+                    self._init_compilation.wait()
                 # On accelerators, XLA measures kernels while it compiles, so nothing else may run there.
                 if self.compilation is not None and self._platform != "cpu":
-                    if source is None:
-                        setup.lower_init().compile()  # `setup.init` uses this program
                     self.compilation.wait()
                 return setup.init(key) if source is None else load_hf(source, setup, key=key)
 
@@ -332,15 +333,22 @@ class TrainingRun:
             self.recipe, result, self.source, self.folder, self.screen, steps_taken=steps_taken, goodput=self.goodput
         )
 
-    def _compile_in_background(self) -> BackgroundCompilation | None:
-        """Start to compile the training step, or return None if the first step compiles it, or if none is left.
-
-        The processes of a pod share XLA's measurements of kernels, and compile their programs in the same order.
-        """
-        is_done = max(self.checkpoints.steps(), default=0) >= self.recipe.steps
-        if is_done or self.recipe.pgle or jax.process_count() > 1:
+    def _compile_init(self) -> BackgroundCompilation | None:
+        """Start to compile the initialization while the step is traced, or return None if it is not needed."""
+        is_restored = not self._fresh and Checkpoints(self.folder.checkpoints).steps()
+        if is_restored or self._from_hf is not None or not self._compiles_in_threads:
             return None
-        return BackgroundCompilation(self.program.lowered)
+        return BackgroundCompilation(self.setup.lower_init())
+
+    def _compile_step(self) -> BackgroundCompilation | None:
+        """Start to compile the training step, or return None if the first step compiles it, or if no step is left."""
+        is_done = max(self.checkpoints.steps(), default=0) >= self.recipe.steps
+        return None if is_done or not self._compiles_in_threads else BackgroundCompilation(self.program.lowered)
+
+    @property
+    def _compiles_in_threads(self) -> bool:
+        """False for processes of a pod: they share XLA's measurements of kernels, and compile in the same order."""
+        return jax.process_count() == 1 and not self.recipe.pgle
 
     def _hooks(self) -> list[Hook]:
         recipe, folder, source, screen, goodput = self.recipe, self.folder, self.source, self.screen, self.goodput

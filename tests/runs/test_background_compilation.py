@@ -1,4 +1,4 @@
-"""Compilation of the training step in a thread."""
+"""Compilation of the initialization and of the training step in threads."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from tests.runs.test_training_run import recipe
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
-def test_a_run_compiles_its_step_once_in_a_thread(tmp_path):
+def test_a_run_compiles_each_program_once_in_a_thread(tmp_path):
     threads = []
 
     def record(event, seconds, fun_name=None, **_):
-        if event == COMPILATION and fun_name == "jit(_step)":
-            threads.append(threading.current_thread().name)
+        if event == COMPILATION and fun_name in ("jit(make)", "jit(_step)"):
+            threads.append((fun_name, threading.current_thread().name.partition("_")[0]))
 
     jax.monitoring.register_event_duration_secs_listener(record)
     try:
         mp.run(recipe(), out=tmp_path, stream=io.StringIO())
-        assert len(threads) == 1
-        assert threads[0].startswith("meshpar-compile")
+        assert sorted(threads) == [("jit(_step)", "meshpar-compile"), ("jit(make)", "meshpar-compile")]
         mp.run(recipe(), out=tmp_path, stream=io.StringIO())  # no step is left
-        assert len(threads) == 1
+        assert len(threads) == 2
+        mp.run(recipe(steps=5), out=tmp_path, stream=io.StringIO())  # the state is restored
+        assert sorted(name for name, _ in threads) == ["jit(_step)", "jit(_step)", "jit(make)"]
+        mp.run(recipe(steps=5), out=tmp_path, fresh=True, stream=io.StringIO())
+        assert len(threads) == 5
     finally:
         jax.monitoring.unregister_event_duration_listener(record)
 
@@ -44,10 +47,8 @@ def test_errors_of_the_compilation_are_raised_by_wait():
     assert compilation.compile_s is None
 
 
-@pytest.mark.parametrize("steps, pgle, processes", [(4, False, 1), (5, True, 1), (5, False, 2)])
-def test_no_thread_if_no_step_is_left_or_other_processes_compile_too(monkeypatch, steps, pgle, processes):
+@pytest.mark.parametrize("pgle, processes, expected", [(False, 1, True), (True, 1, False), (False, 2, False)])
+def test_processes_of_a_pod_compile_in_the_same_order(monkeypatch, pgle, processes, expected):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    run = SimpleNamespace(
-        checkpoints=SimpleNamespace(steps=lambda: [2, 4]), recipe=SimpleNamespace(steps=steps, pgle=pgle), program=None
-    )
-    assert TrainingRun._compile_in_background(run) is None
+    run = SimpleNamespace(recipe=SimpleNamespace(pgle=pgle))
+    assert TrainingRun._compiles_in_threads.fget(run) is expected
