@@ -118,3 +118,14 @@ def small_mlp(width: int = EMBED):
 def total():
     """Return a model without an output per example."""
     return mp.from_functions(lambda key: jnp.ones((4, 4)), lambda params, x: (x @ params).sum())
+
+
+class Stacked(nnx.Module):
+    """Scanned layers that pipeline stages can run."""
+
+    def __init__(self, rngs: nnx.Rngs, num_layers: int = 4):
+        self.layers = nnx.split_rngs(splits=num_layers)(nnx.vmap(GatedMlp))(rngs)
+
+    def __call__(self, x):
+        graph, params = nnx.split(self.layers)
+        return mp.scan_layers(lambda x, params: x + nnx.merge(graph, params)(x), x, params)

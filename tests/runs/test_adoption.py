@@ -13,7 +13,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.proposed_names import propose_names
-from meshpar.runs.adoption import _proposed, adopt, candidate_layouts, with_layout
+from meshpar.runs.adoption import _proposed, _verified, adopt, candidate_layouts, with_layout
 from meshpar.runs.model_target import parse_inputs
 from meshpar.runs.recipe_file import load_recipe
 from tests.errors import raises
@@ -24,6 +24,7 @@ CASES = {
     "Decoder": "ids=int32[16,6],mask=int32[16,6]",
     "ScannedExperts": "x=float32[16,6,16]",
     "ConvNet": "x=float32[16,8,8,3]",
+    "Stacked": "x=float32[16,6,16]",
     "small_mlp": "x=float32[16,16]",
     "OtherNames": "x=float32[16,16]",
 }
@@ -118,6 +119,15 @@ def test_a_class_of_a_notebook_is_adopted_but_not_saved(tmp_path: Path, monkeypa
     assert not adoption.best.refused
     with raises("unsupported-feature"):
         adoption.save(tmp_path / "adopted.py")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "axis"), [("Stacked", "stage"), ("ScannedExperts", "expert")])
+def test_stages_and_experts(name, axis) -> None:
+    code, names, _ = proposed(name)
+    layouts = candidate_layouts(names, num_devices=8, per_node=8, batch_size=16)
+    layout = next(layout for layout in layouts if layout.mesh.get(axis) == 2)
+    assert _verified(with_layout(code, names, layout)).ok
 
 
 @pytest.mark.matrix
