@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
@@ -250,7 +251,7 @@ class _Search:
             return sorted(self.layout.graph.outputs[self.layout.names.index(key)])
         position = _position(self.reference.graph.nodes[key], by_line=self.reference.by_line)
         ours, theirs = self.reference.groups.get(position, []), self.layout.groups.get(position, [])
-        return [theirs[ours.index(key)]] if len(ours) == len(theirs) else theirs
+        return [theirs[ours.index(key)]] if ours and len(ours) == len(theirs) else theirs
 
     def result(self, find_origin: bool) -> ValueDifference:
         graph = self.reference.graph
@@ -403,7 +404,8 @@ class _Search:
         random = any(layout[i].primitive.startswith(("random_", "threefry")) for i in (*between, *theirs))
         candidate = WrongValue(
             node, reference, others, [self.layout.value(index) for index in inside], match, self.tolerances[first],
-            self.layout.setup.sizes, (1.0, *self.scales), random, self.reference.before.get(result),
+            self.layout.setup.sizes, (1.0, *self.scales), random, self.first_part(first),
+            self.reference.before.get(result),
         )  # fmt: skip
         kind, detail = classify(candidate)
         source = unreduced(candidate) if kind == "missing reduction" else None
@@ -422,6 +424,8 @@ class _Search:
         operands = dict.fromkeys(
             line for k in theirs for i in layout[k].inputs for line in lines_of(layout[i].frames)[:1]
         )
+        floats = [i for i in between if jnp.issubdtype(layout[i].dtype, jnp.inexact)]
+        between = between if random else floats or between  # an index is rarely wrong if it is not random
         extra = dict.fromkeys(lines_of(layout[index].frames)[:_MAX_LINES] for index in between)
         return Origin(
             module=_module(node.scope), phase=_phase(node.scope), equation=node.primitive, source=lines[0],
@@ -489,17 +493,28 @@ class _Search:
         """Return the time of the first wrong element: enclosing loops with their iterations, then the node."""
         if isinstance(key, str):
             return (len(self.reference.graph.nodes),)
-        node, match = self.reference.graph.nodes[key], self.matches[key]
+        return (*min(self.times(key)), key)
+
+    def first_part(self, key: Key) -> int:
+        """Return the index of the first part, of all devices and iterations, with wrong elements."""
+        if isinstance(key, str):
+            return 0
+        return min(zip(self.times(key), self.wrong_parts(key), strict=True))[1]
+
+    def wrong_parts(self, key: int) -> list[int]:
+        match = self.matches[key]
         assert match is not None
-        wrong = match.wrong.reshape(*(dim.size for dim in node.dims), -1).any(axis=-1)
-        times = []
-        for position in np.argwhere(wrong):
-            time: list[int] = []
-            for dim, iteration in zip(node.dims, position, strict=True):
-                if dim.axis is None:
-                    time += [dim.loop, int(dim.size - 1 - iteration if dim.is_reversed else iteration)]
-            times.append(tuple(time))
-        return (*min(times), key)
+        return [index for index, wrong in enumerate(match.wrong) if wrong.any()]
+
+    def times(self, key: int) -> list[tuple[int, ...]]:
+        """Return the iterations of each wrong part, in the order of time."""
+        dims, times = self.reference.graph.nodes[key].dims, []
+        for part in self.wrong_parts(key):
+            position = np.unravel_index(part, tuple(dim.size for dim in dims)) if dims else ()
+            loops = ((d, int(i)) for d, i in zip(dims, position, strict=True) if d.axis is None)
+            pairs = [(d.loop, d.size - 1 - i if d.is_reversed else i) for d, i in loops]
+            times.append(tuple(itertools.chain.from_iterable(pairs)))
+        return times
 
 
 _PACKAGE = str(Path(__file__).parents[1])

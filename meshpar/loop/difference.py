@@ -97,8 +97,9 @@ class Origin(Plain):
     @property
     def lines(self) -> tuple[Line, ...]:
         """The lines to look at."""
-        first = (*self.unreduced, *(lines[0] for lines in self.between), self.source)
-        others = (*self.operands, *(line for lines in self.between for line in lines[1:]), *self.callers)
+        chains = itertools.chain.from_iterable(itertools.zip_longest(*self.between))
+        first = (*self.unreduced, *(line for line in chains if line is not None))
+        others = (self.source, *self.operands, *self.callers)
         return tuple(dict.fromkeys((*first, *others)))
 
 
@@ -192,6 +193,8 @@ class WrongValue(NamedTuple):
     """Factors of the layout's values of parts of the batch, including 1."""
     is_random: bool
     """Whether the value depends on random numbers that differ."""
+    iteration: int
+    """The first part of the reference with wrong elements."""
     old: np.ndarray | None
     """The value before the step, for a parameter."""
 
@@ -249,7 +252,7 @@ def _factor(candidate: WrongValue) -> str | None:
     """Recognize a constant factor other than 0 and 1."""
     if not jnp.issubdtype(candidate.reference.array.dtype, jnp.inexact):
         return None
-    reference = wide(candidate.reference.parts)
+    reference = wide(candidate.reference.parts[candidate.iteration :][:1])
     for other in _aligned(candidate):
         norm = float(np.vdot(reference, reference).real)
         if norm == 0 or other.shape != reference.shape or not np.isfinite(other).all():
@@ -263,13 +266,13 @@ def _factor(candidate: WrongValue) -> str | None:
 
 
 def _aligned(candidate: WrongValue) -> Iterator[np.ndarray]:
-    """Yield values of the layout in the form of the reference."""
+    """Yield values of the layout for the first wrong part of the reference."""
     if candidate.match.other is not None:
-        yield wide(candidate.match.other)
+        yield wide(candidate.match.other[candidate.iteration :][:1])
     for value in candidate.others:
-        parts = wide(value.parts)
-        if value.shape == candidate.reference.shape and len(parts) >= len(candidate.reference.parts):
-            yield parts[: len(candidate.reference.parts)]
+        if value.shape == candidate.reference.shape:
+            parts = wide(value.parts)
+            yield parts[:1]
             yield parts.sum(axis=0, keepdims=True)
 
 

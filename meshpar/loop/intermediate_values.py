@@ -321,7 +321,7 @@ class _Evaluator:
             result = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
             out = list(result) if eqn.primitive.multiple_results else [result]
         if self.is_noisy and (*path, 0) not in self.exact and (name not in _EXACT or _is_narrowing(eqn)):
-            out = [_with_noise(x, noise) for x in out]
+            out = [_with_noise(x, noise, is_cast=name in _EXACT) for x in out]
         captured |= {(*path, k): x for k, x in enumerate(out) if (*path, k) in self.selected}
         return out, captured
 
@@ -345,10 +345,13 @@ class _Evaluator:
         likes = [jax.eval_shape(branch, *args[1:])[1] for branch in branches]
         zeros = {key: (x.shape, x.dtype) for like in likes for key, x in like.items()}
 
+        manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
         def with_all(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
                 out, captured = branch(*operands)
-                return out, {key: captured[key] if key in captured else jnp.zeros(*x) for key, x in zeros.items()}
+                values = {key: captured[key] if key in captured else jnp.zeros(*x) for key, x in zeros.items()}
+                return out, {key: varying(x, manual) if manual else x for key, x in values.items()}
 
             return run
 
@@ -379,14 +382,21 @@ def _is_narrowing(eqn: Any) -> bool:
     return all(jnp.issubdtype(x, jnp.floating) for x in (old, new)) and jnp.finfo(new).eps > jnp.finfo(old).eps
 
 
-def _with_noise(x: Any, noise: Any) -> Any:
-    """Perturb each element by one machine epsilon, with the sign of bit `noise - 1` of its mantissa; 0: not at all."""
+def _with_noise(x: Any, noise: Any, *, is_cast: bool) -> Any:
+    """Perturb each element by the machine epsilon, with the sign of bit `noise - 1` of its mantissa; 0: not at all.
+
+    A layout may cast each term of a sum instead of the sum, so casts are also perturbed relative to the other elements.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize == 1:
         return x
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     bit = ((bits >> jnp.maximum(noise - 1, 0).astype(bits.dtype)) & bits.dtype.type(1)).astype(x.dtype)
     size = jnp.minimum(noise, 1).astype(x.dtype) * jnp.finfo(x.dtype).eps
-    return x * ((1 - size) + 2 * size * bit)
+    noisy = x * ((1 - size) + 2 * size * bit)
+    if not is_cast:
+        return noisy
+    rms = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(x.dtype)
+    return jnp.where(x == 0, x, noisy + size * rms * (1 - 2 * bit))
 
 
 @contextlib.contextmanager

@@ -121,14 +121,18 @@ def compare(reference: CapturedValue, others: Sequence[CapturedValue], tolerance
     parts, is_float = reference.parts, jnp.issubdtype(reference.array.dtype, jnp.inexact)
     on_devices = any(map(_devices, others))
     first = [_without_replicas(value) for value in others]
-    same = next((x for x in first if x.parts.shape == parts.shape and not _devices(x)), None)
-    if same is not None and (len(first) == 1 or not on_devices):
-        wrong = _wrong(parts, same.parts, tolerance)
+    result: Match | None = None
+    for value in first:
+        if value.parts.shape == parts.shape and not _devices(value):
+            wrong = _wrong(parts, value.parts, tolerance)
+            if not wrong.any():
+                return Match(True, wrong, value.parts)
+            result = Match(False, wrong, value.parts)
+    if result is not None and len(first) == 1:
         # Indices and masks of a shard differ from those of the full array.
-        return None if wrong.any() and on_devices and not is_float else Match(not wrong.any(), wrong, same.parts)
+        return None if on_devices and not is_float else result
     if parts.size > 1 and (parts == parts.flat[0]).all():
         return None  # any value could have a constant as a part
-    result: Match | None = None
     for values, summed in _sums(first):
         candidates = [value.parts for value in values if len(value.shape) == len(reference.shape)]
         covered = _covered(parts, candidates, tolerance)

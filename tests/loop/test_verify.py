@@ -323,6 +323,17 @@ def test_verify_checks_a_model_with_shard_map(name):
 
 
 @pytest.mark.matrix
+def test_verify_names_the_line_of_a_difference():
+    collective, _ = BY_HAND["a mean for a sum"]
+    result = verified(model_of(by_hand(collective)), case="tensor=2; ddp() | tensor_parallel()", find_origin=True)
+    assert result.difference is not None
+    assert result.difference.origin.kind == "factor"
+    assert "1 / the size of `tensor`" in result.difference.origin.detail
+    assert "a mean for a sum" in Path(__file__).read_text().splitlines()[result.difference.origin.lines[0].line - 1]
+    assert "first different value" in str(result)
+
+
+@pytest.mark.matrix
 def test_verify_finds_random_numbers_that_depend_on_shards():
     def loss(model, batch, key):
         def noise(x):
