@@ -1,4 +1,4 @@
-"""Command `meshpar adopt`: write a recipe for a model of another package."""
+"""Command `meshpar adopt`: write a recipe for a model without logical names."""
 
 from __future__ import annotations
 

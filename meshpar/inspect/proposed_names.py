@@ -213,6 +213,7 @@ class _Proposal:
         self.layers = self._atoms(flow.scanned)
         self.pieces = self._atoms(flow.pieces)
         self.inputs = self._atoms(dim for dims in flow.inputs for dim in dims)
+        self.matrices = {index for matmul in flow.matmuls for index in matmul.params} | {x.param for x in flow.lookups}
         self.experts = self._experts()
         self.chosen: dict[int, _Group] = {}
         for group in sorted(self._groups(), key=lambda group: (group.cost / group.flops, -group.flops)):
@@ -343,7 +344,7 @@ class _Proposal:
             return None
         # The largest of the other dims is sharded by ZeRO.
         free = [i for i, (name, dim) in enumerate(zip(named, dims, strict=True)) if name is None and dim]
-        if free and found != ["layers"]:
+        if free and index in self.matrices and found != ["layers"]:
             named[max(free, key=lambda i: (leaf.shape[i], -i))] = "embed"
         reasons = [
             reason for name, dim in zip(named, dims, strict=True) if name and (reason := self._reason(name, dim))
