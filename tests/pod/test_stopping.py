@@ -96,7 +96,7 @@ def test_all_save_and_end_and_a_restart_is_exact(runs, whole, tmp_path, victims,
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=["process 0", "process 1", "both"])
 @pytest.mark.parametrize(
     "moment",
-    [[["meshpar.loop.checkpoint:_read_arrays", 1]], [[STEP, 1], [COMPILES, 1]]],
+    [[["meshpar.loop.checkpoint_index:_read_arrays", 1]], [[STEP, 1], [COMPILES, 1]]],
     ids=["arrays are read", "the first step is compiled"],
 )
 def test_a_restart_that_is_stopped_loses_nothing(runs, whole, tmp_path, victims, moment):

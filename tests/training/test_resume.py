@@ -60,7 +60,7 @@ MOMENTS = {
     "the first save is to be renamed": [[RENAME, 1]],
     "the first save is renamed": [[RENAME, 1], [STEP, 1]],
     "the step after a save": [[SAVE, 2], [STEP, 2]],
-    "restores": [["meshpar.loop.checkpoint:_read_arrays", 1]],
+    "restores": [["meshpar.loop.checkpoint_index:_read_arrays", 1]],
     "compiles": [[STEP, 1], ["jax._src.compiler:compile_or_get_cached", 1]],
     "validates": [["meshpar.loop.fit:Validator._means", 1]],
     "a line of metrics": [[SAVE, 1], ["meshpar.loop.metrics_file:MetricsFile._write", 3]],
