@@ -251,7 +251,11 @@ def _collective(
         return None
     group_size = len({device for pair in groups for device in pair}) if kind in _PAIRWISE else len(groups[0])
     arrays = _arrays(kind, visit.computation, ins)
-    origin = _first_named(visit.computation, [i for i in (ins, visit.wrapper) if i is not None]) or ins
+    named = [i for i in (ins, visit.wrapper) if i is not None]
+    if kind == "ragged-all-to-all" and ins.operands[1] in visit.computation.by_name:
+        # XLA drops its op name. The buffer that it fills is created in the same named scope.
+        named.append(visit.computation[ins.operands[1]])
+    origin = _first_named(visit.computation, named) or ins
     parts = _parts(module, visit, ins, arrays, origin, group_size)
     op_name, source = origin.metadata.op_name, scopes.source(module, origin)
     if len(parts) == 1:
