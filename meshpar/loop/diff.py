@@ -39,7 +39,7 @@ from meshpar.loop.difference import (
     extent_of,
     unreduced,
 )
-from meshpar.loop.intermediate_values import COPIES, Node, SourceLine, evaluate, graph_of
+from meshpar.loop.intermediate_values import COPIES, EXACT, Node, SourceLine, evaluate, graph_of
 from meshpar.loop.value_matching import CapturedValue, Match, Tolerance, compare, differences
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import NAMED_MODULES
@@ -57,8 +57,8 @@ _ORDER = ("loss", "gradient", "variable", "optimizer", "parameter", "metric", "s
 """Kinds of results, most important first."""
 _MIN_SCALED = 3
 """Number of values with the same factor that show that an engine scales the values of a part of the batch."""
-_REDUCTIONS = {"psum", "psum_invariant", "reduce_scatter", "all_gather", "all_to_all", "ppermute", "shard_map"}
-"""Primitives that may read partial sums."""
+_REDUCTIONS = {"psum", "psum_invariant", "reduce_scatter"}
+"""Primitives that may read partial sums, in addition to primitives that do not compute."""
 _MAX_RATIO = 1e30
 """Ratio of values that are not finite, which JSON does not support."""
 _MAX_LINES = 4
@@ -440,7 +440,7 @@ class _Search:
         """Return the equation whose partial sums an equation reads without a reduction, and the axes of the sums."""
         nodes = self.reference.graph.nodes
         node, axes = nodes[index], None
-        if node.primitive in _REDUCTIONS:
+        if node.primitive in _REDUCTIONS or node.primitive in EXACT:
             return None
         while True:
             pending, partial = list(node.inputs), None

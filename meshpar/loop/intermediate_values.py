@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives.wire import varying
 from meshpar.pipeline.jaxpr_slicing import CALLS
 
-_EXACT = frozenset(
+EXACT = frozenset(
     {
         "abs", "all_gather", "all_to_all", "broadcast_in_dim", "ceil", "concatenate", "cond", "convert_element_type",
         "copy", "copy_p", "device_put", "dynamic_slice", "dynamic_update_slice", "floor", "gather", "iota", "max",
@@ -116,7 +116,7 @@ class Graph:
         is_exact: list[bool] = []
         for index, node in enumerate(self.nodes):
             operands = [other < index and is_exact[other] for other in node.inputs]
-            is_exact.append(node.primitive in _EXACT and all(operands))
+            is_exact.append(node.primitive in EXACT and all(operands))
         return frozenset(node.path for node, flag in zip(self.nodes, is_exact, strict=True) if flag)
 
     def ancestors(self, starts: Collection[int], *, stops: Collection[int] = ()) -> set[int]:
@@ -183,6 +183,9 @@ def _add_equation(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Con
     elif name == "shard_map":
         axes = [Dim(axis, params["mesh"].shape[axis]) for axis in _manual_axes(eqn)]
         results = _add(nodes, params["jaxpr"], args, context._replace(dims=(*context.dims, *axes)))
+    elif (platform := _platform_branch(eqn)) is not None:
+        inner = context._replace(path=(*context.path, platform))
+        return _add(nodes, params["branches"][platform].jaxpr, args[1:], inner)
     elif name == "cond":
         branches = [
             _add(nodes, branch.jaxpr, args[1:], context._replace(path=(*context.path, number)))
@@ -225,6 +228,15 @@ def _callee(eqn: Any) -> Any:
     if inner is None or hasattr(inner, "consts"):
         return inner
     return core.ClosedJaxpr(inner, ())
+
+
+def _platform_branch(eqn: Any) -> int | None:
+    """Return the branch of `lax.platform_dependent` that the current platform runs. None for other equations."""
+    branches = eqn.params.get("branches_platforms")
+    if branches is None:
+        return None
+    names = {"gpu": {"gpu", "cuda", "rocm"}}.get(jax.default_backend(), {jax.default_backend()})
+    return next(number for number, platforms in enumerate(branches) if platforms is None or names & {*platforms})
 
 
 def _manual_axes(eqn: Any) -> list[str]:
@@ -313,6 +325,9 @@ class _Evaluator:
         name, params = eqn.primitive.name, eqn.params
         if (callee := _callee(eqn)) is not None:
             return self.run(callee.jaxpr, callee.consts, args, path, noise)
+        if (number := _platform_branch(eqn)) is not None:
+            branch = params["branches"][number]
+            return self.run(branch.jaxpr, branch.consts, args[1:], (*path, number), noise)
         captured: dict[Path, Any] = {}
         visible = self.is_noisy or any(x[: len(path)] == path and len(x) > len(path) + 1 for x in self.selected)
         if name in ("scan", "shard_map", "cond") and visible:
@@ -320,8 +335,8 @@ class _Evaluator:
         else:
             result = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
             out = list(result) if eqn.primitive.multiple_results else [result]
-        if self.is_noisy and (*path, 0) not in self.exact and (name not in _EXACT or _is_narrowing(eqn)):
-            out = [_with_noise(x, noise, is_cast=name in _EXACT) for x in out]
+        if self.is_noisy and (*path, 0) not in self.exact and (name not in EXACT or _is_narrowing(eqn)):
+            out = [_with_noise(x, noise, is_cast=name in EXACT) for x in out]
         captured |= {(*path, k): x for k, x in enumerate(out) if (*path, k) in self.selected}
         return out, captured
 

@@ -209,10 +209,11 @@ FAULTS = {
     "tokens stay on their rank": DiffFault(
         "experts", "moe.token_exchange", "return lax.all_to_all(buffers, link.axis, 0, 0)", "return buffers", "routed",
         EXPERTS,
+        is_located=False,
     ),
-    "router statistics of a rank": DiffFault(
-        "experts", "moe.balance", "jnp.maximum(_over_ranks(where, jnp.sum(mask, dtype=jnp.int32), axis), 1)",
-        "jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1)", "routed", EXPERTS,
+    "loads of the experts on a rank": DiffFault(
+        "experts", "moe.balance", "counts = _over_ranks(where, count(experts, scores.shape[1]), axis)",
+        "counts = count(experts, scores.shape[1])", "routed", EXPERTS,
     ),
     # Kernels
     "off by one in a ring": DiffFault(
