@@ -349,11 +349,13 @@ def _compiled(
     candidates.sort(key=lambda layout: _estimated_bytes(layout, names, num_bytes))
     kinds: Counter[Any] = Counter()
     ordered: list[tuple[int, AdoptedLayout]] = []
-    for layout in candidates:  # the best layout of each kind first
+    for layout in candidates:  # the best layout of each kind first, and of these data parallelism
         kind = layout.strategy, layout.without
         ordered.append((kinds[kind], layout))
         kinds[kind] += 1
-    chosen = [layout for _, layout in sorted(ordered, key=lambda pair: pair[0])][:num_layouts]
+    chosen = [layout for _, layout in sorted(ordered, key=lambda pair: (pair[0], "|" in pair[1].strategy))][
+        :num_layouts
+    ]
     with contextlib.ExitStack() as stack:
         pod = None if cluster is None else stack.enter_context(PodProcess())
         compiled = [_explained(with_layout(code, names, layout), layout, cluster, pod) for layout in chosen]

@@ -142,3 +142,14 @@ def test_gradients_equal_a_single_device(name, tmp_path: Path) -> None:
     adoption.save(tmp_path / "adopted.py")
     assert load_recipe(tmp_path / "adopted.py").strategy == adoption.recipe().strategy
     assert f"{MODELS}:{name}" in str(adoption)
+
+
+@pytest.mark.pod
+def test_layouts_of_a_cluster_are_ranked_by_their_simulated_steps() -> None:
+    adoption = adopt(f"{MODELS}:small_mlp", CASES["small_mlp"], cluster="h100:1x8", num_layouts=3, verified=False)
+    steps_s = [layout.step_s for layout in adoption.layouts]
+    assert all(step_s is not None for step_s in steps_s)
+    assert steps_s == sorted(steps_s)
+    assert {layout.strategy for layout in adoption.layouts} > {"mp.ddp()", "mp.fsdp()"}
+    assert adoption.recipe().step.precision.compute == "bfloat16"
+    assert adoption.cluster == "h100:1x8"
