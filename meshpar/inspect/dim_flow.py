@@ -80,7 +80,7 @@ class DimFlow:
     pieces: list[Dim] = dataclasses.field(default_factory=list)
     """Dims that number the equal pieces of a sliced or concatenated dim."""
     cut: list[Dim] = dataclasses.field(default_factory=list)
-    """Dims that are sliced into unequal pieces."""
+    """Dims that are sliced into unequal pieces, and these pieces. Sharding them moves elements between devices."""
     runs: int = 1
     """Number of runs of the current jaxpr."""
 
@@ -238,8 +238,8 @@ def _piece(flow: DimFlow, dim: Dim, start: int, size: int) -> Dim:
         return dim if size == full else flow.classes.new(size)
     parts = flow.classes.divide(dim, size) if full % size == 0 and start % size == 0 else None
     if parts is None:
-        flow.cut.append(dim)
-        return flow.classes.new(size)
+        flow.cut += (dim, flow.classes.new(size))
+        return flow.cut[-1]
     flow.pieces.append(parts[0])
     return parts[1]
 
@@ -261,10 +261,10 @@ def _slice(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimVal
 def _split(flow: DimFlow, eqn: Any, operands: Sequence[DimValue]) -> list[DimValue]:
     x, axis, start, out = operands[0], eqn.params["axis"], 0, []
     sizes = list(map(int, eqn.params["sizes"]))
-    if len({*sizes}) > 1:
-        flow.cut.append(x.dims[axis])
+    is_equal = len({*sizes}) == 1
     for size in sizes:
-        piece = flow.classes.new(size) if len({*sizes}) > 1 else _piece(flow, x.dims[axis], start, size)
+        piece = _piece(flow, x.dims[axis], start, size) if is_equal else flow.classes.new(size)
+        flow.cut += () if is_equal else (x.dims[axis], piece)
         out.append(x._replace(dims=(*x.dims[:axis], piece, *x.dims[axis + 1 :])))
         start += size
     return out
