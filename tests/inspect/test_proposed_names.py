@@ -79,6 +79,19 @@ def test_sorted_tokens_of_experts() -> None:
     assert named(proposed) == {"up": ("expert", "embed", "mlp"), "down": ("expert", "mlp", "embed")}
 
 
+def test_unequal_pieces_are_not_sharded() -> None:
+    """A shard of columns that are sliced into 24 and 16 would have parts of both pieces."""
+
+    def apply(params, x):
+        left, right = jnp.split(x @ params["columns"], [24], axis=-1)
+        return x + left @ params["left"] + right @ params["right"]
+
+    shapes = {"columns": (EMBED, 40), "left": (24, EMBED), "right": (16, EMBED)}
+    model = mp.from_functions(lambda key: {name: jnp.zeros(shape) for name, shape in shapes.items()}, apply)
+    proposed = propose_names(model, jax.ShapeDtypeStruct((8, EMBED), np.float32))
+    assert proposed.leaves == ()
+
+
 def test_channels_inside_a_residual_block() -> None:
     images = jax.ShapeDtypeStruct((8, 8, 8, 3), np.float32)
     proposed = propose_names(mp.from_linen(ConvNet(), images), images)
