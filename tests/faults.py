@@ -546,6 +546,20 @@ FAULTS = (
         "inspect/timeline/test_roofline.py -k kernels_of_tokamax_have"),
     Fault("programs are measured beyond the time limit", "bench/gpu.py",
         "if now > start + seconds:", "if now < start:", "bench/test_gpu.py -k time_limit"),
+    # Memory that a step needs, and changes that reduce it.
+    Fault("the smallest change that fits is first", "runs/memory_fit.py",
+        "trial.numbers.step_s if fits else", "trial.numbers.peak_bytes if fits else", "runs/test_memory_fit.py"),
+    Fault("stronger changes are compiled although a change fits", "runs/memory_fit.py",
+        "if not self._fits(trial) and index + 1 < len(ladder):", "if index + 1 < len(ladder):",
+        "runs/test_memory_fit.py"),
+    Fault("combinations lose the fields of the first change", "runs/memory_changes.py",
+        "fields={**self.fields, **other.fields}", "fields={**other.fields}", "runs/test_memory_changes.py"),
+    Fault("a loop has two copies of its state", "inspect/memory_timeline.py",
+        "for array, new in zip(carried, result, strict=False):", "for array, new in ():",
+        "inspect/test_memory_timeline.py"),
+    Fault("copies to host memory take no time", "inspect/timeline/simulator.py",
+        "start_s + nbytes / self._cluster.gpu.host_bytes_per_s", "start_s",
+        "inspect/timeline/test_simulator.py -k host"),
 )  # fmt: skip
 
 
