@@ -59,6 +59,8 @@ _MIN_SCALED = 3
 """Number of values with the same factor that show that an engine scales the values of a part of the batch."""
 _REDUCTIONS = {"psum", "psum_invariant", "reduce_scatter"}
 """Primitives that may read partial sums, in addition to primitives that do not compute."""
+_UNEXPLAINED = {"values", "rows", "zero", "factor", "stale"}
+"""Kinds of differences that partial sums may explain."""
 _MAX_RATIO = 1e30
 """Ratio of values that are not finite, which JSON does not support."""
 _MAX_LINES = 4
@@ -410,7 +412,7 @@ class _Search:
         kind, detail = classify(candidate)
         source = unreduced(candidate) if kind == "missing reduction" else None
         partial = () if source is None else lines_of(layout[inside[source[0]]].frames)
-        if not partial and (chain := self.partial_sums(ours)):
+        if kind in _UNEXPLAINED and (chain := self.partial_sums(ours)):
             kind, axes = "missing reduction", ", ".join(f"`{axis}`" for axis in chain[1])
             detail, partial = (
                 f"computed from partial sums: the reduction over {axes} is missing",
