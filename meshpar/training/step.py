@@ -117,9 +117,12 @@ class _Program(abc.ABC):
         return setup.model.kind != "functions" and may_move_activations(setup)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        if not jax.sharding.get_abstract_mesh().empty:  # a `with` in each call would cost as much as the checks
-            with clear_context_mesh():
-                return self(state, batch)
+        if jax.sharding.get_abstract_mesh().empty:  # a `with` in each call would cost as much as the checks
+            return self._call(state, batch)
+        with clear_context_mesh():
+            return self._call(state, batch)
+
+    def _call(self, state: TrainState, batch: PyTree) -> Any:
         check_not_forked("a step", "run it")
         check_state("step(state, batch)", state)
         if (call := self._calls.get(state.setup)) is None:
@@ -225,8 +228,8 @@ class TrainStep(_Program):
     def _may_constrain_outputs(self, setup: Setup) -> bool:
         return not describe(setup, self.options).is_by_device and super()._may_constrain_outputs(setup)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        new, metrics = super().__call__(state, batch)
+    def _call(self, state: TrainState, batch: PyTree) -> Any:
+        new, metrics = super()._call(state, batch)
         self._earlier[state.setup].add(state.step, new.step, metrics)
         return new, metrics
 
@@ -242,7 +245,7 @@ class TrainStep(_Program):
         jaxpr = program.trace(state, step_batch).jaxpr.jaxpr  # jit reuses this trace for the call
         wide = high_precision_ops(jaxpr, self.options.precision.compute, state.setup.strategy.activations.dtypes)
         if wide is not None:
-            warnings.warn(f"{wide.message}. To change it, {wide.fix}.", stacklevel=4)
+            warnings.warn(f"{wide.message}. To change it, {wide.fix}.", stacklevel=5)
         self._earlier[state.setup] = EarlierSteps(raises=self.options.nonfinite == "raise")
         return super()._begin(state, batch)
 

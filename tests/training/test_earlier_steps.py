@@ -37,6 +37,13 @@ def test_step_raises_three_calls_after_a_nonfinite_step(step):
         mp.check_finite(metrics)
 
 
+def test_step_raises_in_a_mesh_context(step):
+    state = new_state()
+    with jax.set_mesh(state.setup.mesh), raises("not-finite", "the training step"):
+        for _ in range(STEPS_IN_FLIGHT + 2):
+            state, _ = step(state, BAD)
+
+
 def test_check_finite_raises_after_the_last_step(step):
     state = new_state()
     for _ in range(2):
