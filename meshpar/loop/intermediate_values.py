@@ -208,7 +208,7 @@ def _add_equation(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Con
 def _add_scan(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Context) -> list[_Reads]:
     """Add the nodes of a loop. A node stands for each carry, because an iteration reads the iteration before."""
     params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = _scan_counts(eqn)
     start = len(nodes)
     for number, init in enumerate(args[num_consts : num_consts + num_carry]):
         nodes.append(Node(path=(*context.path, -1, number), primitive="carry", inputs=sorted(init)))
@@ -219,6 +219,18 @@ def _add_scan(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Context
     for number, after in enumerate(out[:num_carry]):
         nodes[start + number].inputs.extend(after)
     return out
+
+
+def _scan_counts(eqn: Any) -> tuple[int, int]:
+    """Return the numbers of constants and carries, which jax 0.12 does not store. Other arrays have a dim of steps."""
+    body = eqn.params["jaxpr"].jaxpr
+
+    def num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        pairs = zip(outer, inner, strict=True)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].aval.shape == pair[1].aval.shape, pairs))
+
+    num_carry = num_equal(eqn.outvars, body.outvars)
+    return num_equal(eqn.invars, body.invars) - num_carry, num_carry
 
 
 def _callee(eqn: Any) -> Any:
@@ -342,7 +354,7 @@ class _Evaluator:
 
     def _scan(self, eqn: Any, args: list[Any], path: Path, noise: Any) -> tuple[list[Any], dict[Path, Any]]:
         params, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = _scan_counts(eqn)
         consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
 
         def step(carry: list[Any], xs: list[Any]) -> Any:

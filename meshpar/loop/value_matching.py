@@ -1,4 +1,4 @@
-"""Compare a value with the values that the devices and loop iterations of another layout compute.
+"""Compare a value with its counterparts on the devices and in the loop iterations of a different layout.
 
     values of the full batch          ─► elements must be equal
     parts of the batch or of a dim    ─► each row of the reference must occur in a part
@@ -129,7 +129,7 @@ def compare(reference: CapturedValue, others: Sequence[CapturedValue], tolerance
                 return Match(True, wrong, value.parts)
             result = Match(False, wrong, value.parts)
     if result is not None and len(first) == 1:
-        # Indices and masks of a shard differ from those of the full array.
+        # Indices and masks of a shard differ from the indices and masks of the full array.
         return None if on_devices and not is_float else result
     if parts.size > 1 and (parts == parts.flat[0]).all():
         return None  # any value could have a constant as a part
@@ -167,7 +167,7 @@ def _devices(value: CapturedValue) -> bool:
 
 
 def _without_replicas(value: CapturedValue) -> CapturedValue:
-    """Remove the dims of mesh axes over which the value is replicated."""
+    """Remove the dims of mesh axes along which the value is replicated."""
     array, axes = value
     for dim, axis in reversed(list(enumerate(axes))):
         if axis is not None and (array.shape[dim] == 1 or is_replicated(array, dim)):
@@ -200,7 +200,7 @@ def _sums_of(value: CapturedValue) -> Iterator[tuple[list[CapturedValue], tuple[
 
 
 def _covered(reference: np.ndarray, others: Sequence[np.ndarray], tolerance: Tolerance) -> np.ndarray | None:
-    """Return for each element of the reference [parts, *shape] whether its row occurs in one of the others."""
+    """Return a mask [parts, *shape] of the elements of the reference whose rows occur in any candidate."""
     covered = np.zeros(reference.shape, bool)
     is_comparable = False
     for other in others:
@@ -217,9 +217,9 @@ def _covered(reference: np.ndarray, others: Sequence[np.ndarray], tolerance: Tol
 
 
 def unit_of(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape of the largest rows that both shapes contain, or None if the shapes do not correspond.
+    """Return the largest shape of a row in both shapes, or None if the shapes do not correspond.
 
-    The first dim that differs is the batch, and each of its examples is a row. Further dims that differ are sharded.
+    The first dim that differs is the batch, and each example is a row. Further dims that differ are sharded.
     """
     unit, has_batch = [], False
     for a, b in zip(shape, other, strict=True):
@@ -251,7 +251,7 @@ def from_rows(rows: np.ndarray, shape: Sequence[int], unit: Sequence[int]) -> np
 
 
 def matching(rows: np.ndarray, candidates: np.ndarray, largest: float) -> np.ndarray:
-    """Return for each row the number of a candidate that is equal within the tolerance, or -1.
+    """Return the index of an equal candidate for each row, or -1.
 
     A random projection of the rows limits the search to the nearest candidates.
     """
