@@ -51,10 +51,6 @@ class Zero(Parallelism):
         check_int(f"{self.stage}()", "the minimum size in bytes of a sharded leaf", min_bytes=self.min_bytes)
         meaning = "the number of layers whose weights are gathered in advance"
         check_choice(f"{self.stage}()", meaning, (0, 1), prefetch=self.prefetch)
-        if self.prefetch and self.quantize is not None:
-            where = f"{self.stage}(prefetch=1, quantize={self.quantize.literal!r})"
-            reason = "quantized weights are gathered by a kernel in the layer that uses them"
-            raise problem(where, "gather weights a layer ahead", reason, "remove one of the two", code="conflict")
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -192,7 +188,7 @@ def fsdp(
         too late. 0 gathers weights when they are used.
 
     Raises:
-      MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
+      MeshparError: an argument is invalid.
 
     Example:
       >>> mp.fsdp(axis="data", quantize="int8")

@@ -106,15 +106,6 @@ def quadratic(model, batch, key):
     return mp.MeanLoss(errors.sum(), errors.size), {}
 
 
-def test_once_across_groups_refuses_quantized_gradients():
-    step = mp.train_step(quadratic, accumulate=2, reduce_gradients="once_across_groups")
-    mesh = mp.MeshSpec(data=2, fsdp=4).build()
-    model = mp.from_functions(lambda key: {"w": jnp.ones((8, 8))}, lambda params, x: x @ params["w"])
-    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.hsdp(quantize="int8", min_bytes=0), key=0)
-    with raises("unsupported-feature", "quantize"):
-        step(state, {"x": np.ones((16, 8), np.float32)})
-
-
 def test_once_across_groups_requires_sharded_parameters():
     for strategy in (mp.ddp(), mp.zero2(min_bytes=0)):
         mesh = mp.MeshSpec(data=2, fsdp=4).build()

@@ -35,13 +35,12 @@ class Feature(enum.Enum):
     )  # fmt: skip
     QUANTIZE = (
         "quantize", "quantize parameters and gradients",
-        'pipelines and reduce_gradients="once_across_groups" do not support quantized gathers',
-        'remove quantize from the strategy, or the stages, or use reduce_gradients="each_microbatch"',
+        "pipelines do not support quantized gathers", "remove quantize from the strategy, or the stages",
     )  # fmt: skip
     PREFETCH = (
         "prefetch", "prefetch the weights of the next layer",
-        "stages, quantize and gradients that are reduced once do not support prefetching",
-        'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
+        'stages and reduce_gradients="once" gather the weights of all their layers before the first layer',
+        'remove prefetch, or the stages, and use reduce_gradients="each_microbatch" or "once_across_groups"',
     )  # fmt: skip
     HOST_OFFLOAD = (
         "remat with `offload:`", "keep the activations of a microbatch in host memory",

@@ -107,14 +107,21 @@ def bytes_of_a_layer(execution: Execution) -> tuple[int, int]:
 
 
 class LayerLayout(NamedTuple):
-    """Shardings of the weights of a layer."""
+    """The communication of the weights of a layer."""
 
     gather: Callable[[PyTree], PyTree]
-    """Constrains weights to the sharding that the layer computes with, replicated over the prefetched axes."""
+    """Gathers the weights that the layer computes with from its shards, or from its message."""
     scatter: Callable[[PyTree], PyTree]
-    """Constrains gradients to the sharding of the parameters."""
+    """Reduces gradients to the shards of the parameters."""
     is_trained: PyTree = None
     """Boolean pytree, True for trainable weights. `None` means that all weights are trainable."""
+    message: Callable[[PyTree], PyTree] | None = None
+    """First part of the gather: shards -> arrays that are saved for the backward pass. `None` saves nothing."""
+
+    def gathered(self, shards: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the weights and the message, or None."""
+        message = None if self.message is None else self.message(shards)
+        return self.gather(shards if message is None else message), message
 
     def trained(self, tree: PyTree) -> PyTree:
         """Replace the leaves of frozen weights by None."""
@@ -139,16 +146,28 @@ class PrefetchRunner(LayerRunner):
             return on_slices(layer, x, lambda layer, x: self._run(stack_path, layer, x, (params, extra)))
 
     def _run(self, stack_path: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree]) -> Any:
-        setup = self.setup
         if len({len(leaf) for leaf in jax.tree.leaves(inputs)}) != 1 or not jax.tree.leaves(inputs[0]):
             return scanned(layer, x, (*inputs, None))  # no weights, or inputs of unequal length, which the scan refuses
+        decisions = {decision.path: decision for decision in self.setup.table.params}
+
+        def is_trained(path: Any, weight: jax.Array) -> bool:
+            return leaf_at(stack_path, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
+
+        trained = jax.tree_util.tree_map_with_path(is_trained, inputs[0])
+        return prefetched(layer, x, inputs, self.layout(stack_path, trained))
+
+    def layout(self, stack_path: str, is_trained: PyTree) -> LayerLayout:
+        """Return the communication of the weights of a layer of these stacked layers."""
+        setup = self.setup
         decisions = {decision.path: decision for decision in setup.table.params}
 
         def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
             def constrain_leaf(path: Any, weight: jax.Array) -> jax.Array | PrefetchedWeight:
                 decision = leaf_at(stack_path, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
                 spec = _gathered_spec(decision, gathered_axes)
-                constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
+                # Inside a shard_map over groups, the constraint uses the mesh of the region.
+                is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+                constrained = with_layout(weight, spec if is_manual else NamedSharding(setup.mesh, spec))
                 # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only
                 # the gathered weight, it would all-reduce the full gradient.
                 is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
@@ -156,15 +175,11 @@ class PrefetchRunner(LayerRunner):
 
             return jax.tree_util.tree_map_with_path(constrain_leaf, tree)
 
-        def is_trained(path: Any, weight: jax.Array) -> bool:
-            return leaf_at(stack_path, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
-
-        layout = LayerLayout(
+        return LayerLayout(
             gather=functools.partial(constrain, gathered_axes=setup.strategy.prefetched_axes),
             scatter=functools.partial(constrain, gathered_axes=()),
-            is_trained=jax.tree_util.tree_map_with_path(is_trained, inputs[0]),
+            is_trained=is_trained,
         )
-        return prefetched(layer, x, inputs, layout)
 
 
 def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
@@ -197,7 +212,7 @@ def prefetched(layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree], layout: L
         return (y, None if aux is None else aux.loss), None if aux is None else aux.metrics
 
     weights, *first = jax.tree.map(lambda leaf: leaf[0], (params, smooth, fixed))
-    pure, consts = jax.closure_convert(body, x, layout.gather(weights), *first)
+    pure, consts = jax.closure_convert(body, x, layout.gathered(weights)[0], *first)
     stack = _PrefetchedStack(pure, layout)
     run = jax.custom_vjp(lambda *args: stack.forward(*args)[0])
     run.defvjp(stack.forward, stack.backward)
@@ -220,9 +235,13 @@ class _PrefetchedStack:
     """For "loop" and "last": the structure of the backward function, and an index for each residual. A residual that
     equals an argument of `_layer`, such as a weight, is not saved: its index is that of the argument. Else None."""
 
-    def _gathered(self, params: PyTree, index: jax.Array | int) -> PyTree:
-        layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), params)
-        return self.layout.gather(layer)
+    def _gathered(self, params: PyTree, index: jax.Array | int) -> tuple[PyTree, PyTree]:
+        return self.layout.gathered(_layer_of(params, index))
+
+    def _gathered_again(self, params: PyTree, messages: PyTree, index: jax.Array | int) -> PyTree:
+        if messages is None:
+            return self._gathered(params, index)[0]
+        return self.layout.gather(_layer_of(messages, index))
 
     def _layer(self, name: str, x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree) -> Any:
         def layer(x: Any, shards: PyTree, smooth: PyTree, consts: PyTree) -> Any:
@@ -238,49 +257,57 @@ class _PrefetchedStack:
         return y, (loss, metrics, [leaf for leaf, index in zip(residuals, indices, strict=True) if index is None])
 
     def _gradients(
-        self, name: str, cotangents: Any, saved: list[Any], weights: PyTree, smooth: PyTree, fixed: PyTree,
-        consts: PyTree,
+        self, name: str, cotangents: Any, saved: list[Any], params: PyTree, weights: PyTree, smooth: PyTree,
+        fixed: PyTree, consts: PyTree,
     ) -> Any:  # fmt: skip
         tree, indices = self.vjps[name]
         args, remaining = jax.tree.leaves((weights, smooth, fixed, consts)), iter(saved)
         residuals = [next(remaining) if index is None else args[index] for index in indices]
         dx, dweights, dsmooth, dconsts = jax.tree.unflatten(tree, residuals)(cotangents)
         scattered = self.layout.scatter(dweights)
-        like = self.layout.trained(jax.tree.map(_shard_of, weights, is_leaf=_is_ahead))
-        return dx, jax.tree.map(lambda g, w: g.astype(w.dtype), scattered, like), dsmooth, dconsts
+        dparams = jax.tree.map(lambda g, w: g.astype(w.dtype), scattered, self.layout.trained(params))
+        return dx, dparams, dsmooth, dconsts
 
     def forward(self, x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
         def step(carry: Any, layer_inputs: Any) -> Any:
-            (x, weights), (index, smooth, fixed) = carry, layer_inputs
-            next_weights = self._gathered(params, index + 1)
+            (x, (weights, message)), (index, smooth, fixed) = carry, layer_inputs
+            gathered = self._gathered(params, index + 1)
             y, out = self._layer("loop", x, weights, smooth, fixed, consts)
-            return (y, next_weights), out
+            return (y, gathered), (out, message)
 
         num_layers = len(jax.tree.leaves(params)[0])
         stacked, (_, last_smooth, last_fixed) = _split_last((jnp.arange(num_layers), smooth, fixed))
-        (x, last_weights), (losses, metrics, saved) = lax.scan(step, (x, self._gathered(params, 0)), stacked)
+        (x, (last_weights, _)), ((losses, metrics, saved), messages) = lax.scan(
+            step, (x, self._gathered(params, 0)), stacked
+        )
         y, (loss, metric, last_saved) = self._layer("last", x, last_weights, last_smooth, last_fixed, consts)
         losses, metrics = jax.tree.map(_appended, (losses, metrics), (loss, metric))
-        return (y, losses, metrics), (params, smooth, consts, fixed, saved, last_saved, last_weights)
+        return (y, losses, metrics), (params, smooth, consts, fixed, saved, messages, last_saved, last_weights)
 
     def backward(self, residuals: Any, cotangents: Any) -> Any:
-        (params, smooth, consts, fixed, saved, last_saved, last_weights), (dy, dlosses, _) = residuals, cotangents
+        params, smooth, consts, fixed, saved, messages, last_saved, last_weights = residuals
+        dy, dlosses, _ = cotangents
         num_layers = len(jax.tree.leaves(params)[0])
+        messages = messages if num_layers > 1 else None
 
         def step(carry: Any, layer_inputs: Any) -> Any:
             (dy, weights, dconsts), (index, dloss, smooth, fixed, saved) = carry, layer_inputs
-            next_weights = self._gathered(params, jnp.maximum(index - 1, 0))
-            dx, *grads, more = self._gradients("loop", (dy, dloss), saved, weights, smooth, fixed, consts)
+            next_weights = self._gathered_again(params, messages, jnp.maximum(index - 1, 0))
+            dx, *grads, more = self._gradients("loop", (dy, dloss), saved, params, weights, smooth, fixed, consts)
             return (dx, next_weights, jax.tree.map(jnp.add, dconsts, more)), tuple(grads)
 
         stacked, (_, dloss, last_smooth, last_fixed) = _split_last((jnp.arange(num_layers), dlosses, smooth, fixed))
-        next_weights = self._gathered(params, max(num_layers - 2, 0))
+        next_weights = self._gathered_again(params, messages, max(num_layers - 2, 0))
         dy, *last_grads, dconsts = self._gradients(
-            "last", (dy, dloss), last_saved, last_weights, last_smooth, last_fixed, consts
+            "last", (dy, dloss), last_saved, params, last_weights, last_smooth, last_fixed, consts
         )
         (dx, _, dconsts), grads = lax.scan(step, (dy, next_weights, dconsts), (*stacked, saved), reverse=True)
         dparams, dsmooth = jax.tree.map(_appended, grads, tuple(last_grads))
         return dx, dparams, dsmooth, dconsts, None
+
+
+def _layer_of(stacked: PyTree, index: jax.Array | int) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked)
 
 
 def _is_ahead(x: Any) -> bool:

@@ -13,6 +13,8 @@ There are three modes:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -24,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.hardware.compile_options import Options
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import running
@@ -43,7 +46,13 @@ from meshpar.training.accumulation import (
 )
 from meshpar.training.execution import Sharded, described
 from meshpar.training.gradients.engine import Feature, GradientEngine
-from meshpar.training.gradients.zeropp import QuantizedGather, QuantizedRunner, make_quantized_gather
+from meshpar.training.gradients.fsdp_prefetch import PrefetchRunner, compile_options
+from meshpar.training.gradients.zeropp import (
+    QuantizedGather,
+    QuantizedPrefetchRunner,
+    QuantizedRunner,
+    make_quantized_gather,
+)
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
@@ -61,7 +70,12 @@ def gradients_of_groups(
 ) -> MicrobatchTotals:
     """Return loss, metrics and gradients of a batch, reduced across groups once; see `xla.gradients`."""
     setup = state.setup
-    return _reduced_once(loss, options, state, batch, key, setup.strategy.group_axes(setup.batch_axes))
+    axes = setup.strategy.group_axes(setup.batch_axes)
+    quantized = make_quantized_gather(setup, options.precision, deferred_axes=axes)
+    if quantized is not None:
+        return _quantized(loss, options, state, batch, key, quantized)
+    with running(PrefetchRunner(setup)) if setup.strategy.prefetched_axes else contextlib.nullcontext():
+        return _reduced_once(loss, options, state, batch, key, axes)
 
 
 def _reduced_once(
@@ -127,7 +141,8 @@ def _quantized(
     """Gather weights and scatter gradients in low precision.
 
     With reduce_gradients="each_microbatch", each micro-step gathers and scatters, layer by layer for stacked layers.
-    With "once", all weights are gathered before the micro-steps, and all gradients are scattered after them.
+    With "once", all weights are gathered before the micro-steps, and all gradients are scattered after them. With
+    "once_across_groups", each micro-step gathers and scatters in a group, and the sums are reduced across groups.
     """
     setup, axes = state.setup, quantized.batch_axes
     noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in smaller integers
@@ -144,6 +159,8 @@ def _quantized(
         sums = _local_sums(loss, call, step, options, setup, axes, params, extra, examples, key)
         if options.is_once:
             sums = sums.replace(grads=quantized.scatter_all(sums.grads, noise))
+        if quantized.deferred_axes:
+            sums = sums.replace(grads=quantized.reduce_across(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
 
     run = _by_device(local, setup, axes, quantized.specs, setup.trained(quantized.specs))
@@ -192,7 +209,9 @@ def _with_gathered_weights(
     context, cause, out = NUMERICS.value, None, None
     assert context is not None
     context.num_scans = 0
-    with running(QuantizedRunner(quantized, noise)):
+    is_ahead = bool(setup.strategy.prefetched_axes)
+    runner = QuantizedPrefetchRunner(setup, quantized, noise) if is_ahead else QuantizedRunner(quantized, noise)
+    with running(runner):
         try:
             out = terms(quantized.gather_unstacked(params, noise), *args)
         except (TypeError, ValueError) as error:
@@ -296,21 +315,24 @@ def _reduce_all_but_gradients(sums: MicrobatchTotals, axes: tuple[str, ...]) -> 
 
 def describe(setup: Sharded, options: StepOptions) -> Execution:
     """Describe a step that computes gradients per device."""
-    return described(setup, options, gathers_once=options.is_once, formats=setup.strategy.quantize)
+    layers_ahead = int(bool(setup.strategy.prefetched_axes) and not options.is_once)
+    formats = setup.strategy.quantize
+    return described(setup, options, gathers_once=options.is_once, formats=formats, layers_ahead=layers_ahead)
 
 
 def describe_groups(setup: Sharded, options: StepOptions) -> Execution:
     """Describe a step that reduces gradients across groups once."""
-    return described(setup, options, deferred_axes=setup.strategy.group_axes(setup.batch_axes))
+    strategy, axes = setup.strategy, setup.strategy.group_axes(setup.batch_axes)
+    layers_ahead = int(bool(strategy.prefetched_axes))
+    return described(setup, options, deferred_axes=axes, formats=strategy.quantize, layers_ahead=layers_ahead)
 
 
-ACROSS_GROUPS = GradientEngine(
-    gradients_of_groups,
-    supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}),
-    describe=describe_groups,
-)
-ENGINE = GradientEngine(
-    gradients,
-    supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}),
-    describe=describe,
-)
+def _compile_options(execution: Execution) -> Options:
+    return compile_options(execution) if execution.layers_ahead else {}
+
+
+SUPPORTED = frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD, Feature.PREFETCH})
+ENGINE = GradientEngine(gradients, SUPPORTED, describe, _compile_options)
+ONCE = dataclasses.replace(ENGINE, supports=SUPPORTED - {Feature.PREFETCH})
+"""The engine with reduce_gradients="once": all weights are gathered before the layers run."""
+ACROSS_GROUPS = GradientEngine(gradients_of_groups, SUPPORTED, describe_groups, _compile_options)

@@ -43,7 +43,7 @@ def engine_of(
     if batch_axes and (strategy.quantize is not None or options.is_once):
         from meshpar.training.gradients import per_device
 
-        return per_device.ENGINE
+        return per_device.ONCE if options.is_once else per_device.ENGINE
     if batch_axes and strategy.prefetched_axes:
         from meshpar.training.gradients import fsdp_prefetch
 

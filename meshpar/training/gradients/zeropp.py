@@ -12,6 +12,7 @@ gradients. Other mesh axes still shard the parameters, and each of their ranks q
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from meshpar.layers.scan import LayerRunner, leaf_at
 from meshpar.parallel import Quantize
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import PyTree, axis_sizes, path_str, spec_axes
+from meshpar.training.gradients.fsdp_prefetch import LayerLayout, PrefetchRunner
 from meshpar.training.state import Setup
 
 
@@ -38,6 +40,8 @@ from meshpar.training.state import Setup
 class _Leaf:
     path: str
     index: int
+    shard: tuple[int, ...]
+    """Shape of a shard over the batch axes."""
     batch: tuple[tuple[str, ...], ...]
     """For each dim, the batch axes that shard it."""
     others: tuple[tuple[str, ...], ...]
@@ -63,6 +67,8 @@ class QuantizedGather:
 
     quantize: Quantize
     batch_axes: tuple[str, ...]
+    deferred_axes: tuple[str, ...]
+    """Batch axes over which gradients are reduced once, after the micro-steps, with `reduce_across`."""
     other_axes: tuple[str, ...]
     """Mesh axes that the `shard_map` leaves to XLA."""
     sizes: Mapping[str, int]
@@ -73,7 +79,7 @@ class QuantizedGather:
 
     def gather_all(self, params: PyTree, key: jax.Array) -> PyTree:
         """Return the full weights in the compute dtype. The gather cannot be differentiated; use `scatter_all`."""
-        return self._map(lambda leaf, x: self._decode(leaf, self._encode(leaf, x, key), x.shape), params)
+        return self._map(lambda leaf, x: self._decode(leaf, self._encode(leaf, x, key)), params)
 
     def scatter_all(self, grads: PyTree, key: jax.Array) -> PyTree:
         """Sum full gradients over ranks and return the local shards."""
@@ -92,13 +98,29 @@ class QuantizedGather:
         The paths of the stacked parameters are `stack_path` and the paths in `params`, after an arbitrary prefix.
         """
 
-        def gather(path: Any, x: jax.Array) -> jax.Array:
+        return self._map_layer(stack_path, lambda leaf, x: self._gather(leaf, x, key), params)
+
+    def layout(self, key: jax.Array, stack_path: str, is_trained: PyTree) -> LayerLayout:
+        """Return the communication of the weights of a layer, for a loop that gathers them ahead."""
+
+        def on_layer(f: Callable[[_Leaf, jax.Array], jax.Array]) -> Callable[[PyTree], PyTree]:
+            return functools.partial(self._map_layer, stack_path, f)
+
+        scatter = on_layer(lambda leaf, g: self._scatter(leaf, g, key))
+        if self.quantize.secondary is not None:
+            message = on_layer(lambda leaf, x: self._encode(leaf, x, key))
+            return LayerLayout(on_layer(self._decode), scatter, is_trained, message)
+        gather = on_layer(lambda leaf, x: self._decode(leaf, self._encode(leaf, x, key)))
+        return LayerLayout(gather, scatter, is_trained)
+
+    def _map_layer(self, stack_path: str, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+        def of_layer(path: Any, x: jax.Array) -> jax.Array:
             name = path_str(path)
             leaf = leaf_at(stack_path, name, self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
-            layer = dataclasses.replace(leaf, batch=leaf.batch[1:], others=leaf.others[1:])
-            return self._gather(layer, x, key) if leaf.per_layer else x
+            layer = dataclasses.replace(leaf, batch=leaf.batch[1:], others=leaf.others[1:], shard=leaf.shard[1:])
+            return f(layer, x) if leaf.per_layer else x
 
-        return jax.tree_util.tree_map_with_path(gather, params)
+        return jax.tree_util.tree_map_with_path(of_layer, tree)
 
     @property
     def per_layer(self) -> list[str]:
@@ -115,7 +137,7 @@ class QuantizedGather:
 
         @jax.custom_vjp
         def gathered(x: jax.Array, message: jax.Array, key: jax.Array) -> jax.Array:
-            return self._decode(leaf, message, x.shape)
+            return self._decode(leaf, message)
 
         def forward(x: jax.Array, message: jax.Array, key: jax.Array) -> Any:
             return gathered(x, message, key), key
@@ -146,13 +168,13 @@ class QuantizedGather:
 
         return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(x, key)
 
-    def _decode(self, leaf: _Leaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Gather messages within a node and return the full weight. `shape` is the shape of the shard."""
+    def _decode(self, leaf: _Leaf, message: jax.Array) -> jax.Array:
+        """Gather messages within a node and return the full weight."""
         if not leaf.gathered_axes:
             return message
         dtype, (inner, outer) = self._dtypes(leaf)[0], self._levels(leaf)
         counts = [math.prod(self.sizes[axis] for axis in dim) for dim in leaf.others]
-        local_shape = [size // count for size, count in zip(shape, counts, strict=True)]
+        local_shape = [size // count for size, count in zip(leaf.shard, counts, strict=True)]
         num_elements = math.prod(local_shape)
 
         def local(message: jax.Array, key: None) -> jax.Array:
@@ -171,7 +193,8 @@ class QuantizedGather:
     def _scatter(self, leaf: _Leaf, g: jax.Array, key: jax.Array) -> jax.Array:
         """Sum a full gradient over ranks and return the local shard, in the reduction dtype or float32."""
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
-        replica_axes = tuple(axis for axis in self.batch_axes if axis not in leaf.gathered_axes)
+        kept_axes = {*leaf.gathered_axes, *self.deferred_axes}
+        replica_axes = tuple(axis for axis in self.batch_axes if axis not in kept_axes)
         block = self.quantize.block
 
         def local(g: jax.Array, key: jax.Array) -> jax.Array:
@@ -190,6 +213,26 @@ class QuantizedGather:
             return total.reshape(shape)
 
         return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key)
+
+    def reduce_across(self, grads: PyTree, key: jax.Array) -> PyTree:
+        """Sum gradient shards over `deferred_axes`."""
+        axes = self.deferred_axes
+
+        def reduce(leaf: _Leaf, g: jax.Array) -> jax.Array:
+            dtype = self._dtypes(leaf)[1]
+
+            def local(g: jax.Array, key: jax.Array) -> jax.Array:
+                if dtype is None:
+                    return lax.psum(g, axes)
+                local_key = self._local_key(leaf, key, g, self.batch_axes)
+                total = quantized_all_reduce(
+                    g.reshape(-1), axis=axes, key=local_key, dtype=dtype, block=self.quantize.block
+                )
+                return total.reshape(g.shape)
+
+            return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key)
+
+        return self._map(reduce, grads)
 
     def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
         """Return the dtypes of messages of the weight and of the gradient. None: not quantized."""
@@ -263,7 +306,21 @@ class QuantizedRunner(LayerRunner):
         return self.quantized.gather_layer(self.key, stack_path, shards)
 
 
-def make_quantized_gather(setup: Setup, precision: Precision) -> QuantizedGather | None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedPrefetchRunner(PrefetchRunner):
+    """Gathers the weights of each layer from quantized shards, while the previous layer computes."""
+
+    quantized: QuantizedGather
+    key: jax.Array
+    """Random bits for stochastic rounding, equal on all ranks."""
+
+    def layout(self, stack_path: str, is_trained: PyTree) -> LayerLayout:
+        return self.quantized.layout(self.key, stack_path, is_trained)
+
+
+def make_quantized_gather(
+    setup: Setup, precision: Precision, deferred_axes: tuple[str, ...] = ()
+) -> QuantizedGather | None:
     """Return the gather of a strategy, or None if it does not quantize."""
     quantize, batch_axes = setup.strategy.quantize, setup.batch_axes
     if quantize is None:
@@ -278,6 +335,9 @@ def make_quantized_gather(setup: Setup, precision: Precision) -> QuantizedGather
         leaves[decision.path] = _Leaf(
             path=decision.path,
             index=index,
+            shard=tuple(
+                size // math.prod(sizes[axis] for axis in axes) for size, axes in zip(leaf.shape, batch, strict=True)
+            ),
             batch=batch,
             others=tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim),
             per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
@@ -294,6 +354,7 @@ def make_quantized_gather(setup: Setup, precision: Precision) -> QuantizedGather
     return QuantizedGather(
         quantize=quantize,
         batch_axes=batch_axes,
+        deferred_axes=deferred_axes,
         other_axes=tuple(axis for axis, size in sizes.items() if size > 1 and axis not in batch_axes),
         sizes=sizes,
         leaves=leaves,

@@ -215,7 +215,6 @@ def test_gathers_overlap_with_a_layer(pod):
         (lambda: mp.fsdp(prefetch=2), "unknown-choice"),
         (lambda: mp.zero3(prefetch=1.0), "unknown-choice"),
         (lambda: mp.hsdp(prefetch=True), "unknown-choice"),
-        (lambda: mp.fsdp(prefetch=1, quantize="int8"), "conflict"),
     ],
 )
 def test_strategy_refuses_invalid_prefetch(make, code):
@@ -244,8 +243,6 @@ def test_step_refuses_prefetch_with_other_engines():
     spec, _, strategy = strategies("fsdp")
     with raises("unsupported-feature", "prefetch"):
         traced(CONFIG.build(), strategy, spec, accumulate=2, reduce_gradients="once")
-    with raises("unsupported-feature", "prefetch"):
-        traced(CONFIG.build(), mp.fsdp(quantize="int8") | strategy, spec)
     staged = strategy | mp.pipeline_parallel(stages=2, microbatches=2)
     with raises("unsupported-feature", "prefetch"):
         traced(CONFIG.build(), staged, mp.MeshSpec(fsdp=4, stage=2))
