@@ -1,7 +1,7 @@
 """The persistent compilation cache of a run.
 
-    FOLDER/*-cache                                   programs, written by process 0
-    FOLDER/xla_gpu_per_fusion_autotune_cache_dir/    measurements for the choice of GPU kernels
+FOLDER/*-cache                                   programs, written by process 0
+FOLDER/xla_gpu_per_fusion_autotune_cache_dir/    measurements for the choice of GPU kernels
 """
 
 from __future__ import annotations

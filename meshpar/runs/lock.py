@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshpar.sharding.host_resources import LockedError, locked
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import LockedError, locked
 
 WAIT_S = 5.0
 """Seconds to wait for the end of a previous run."""

@@ -204,7 +204,11 @@ def _of_fields(recipe: Recipe) -> Iterator[Iterator[Change]]:
         ("layers per iteration", "model.unroll", (1,) if getattr(model, "unroll", 1) != 1 else ()),
         ("batch slices", "step.batch_slices", (1,) if recipe.step.batch_slices > 1 else ()),
         ("low-precision moments", "optimizer.moments", moments),
-        ("offloaded optimizer state", "optimizer.offload", (True,) if getattr(optimizer, "offload", 1) is False else ()),
+        (
+            "offloaded optimizer state",
+            "optimizer.offload",
+            (True,) if getattr(optimizer, "offload", 1) is False else (),
+        ),
     )
     for kind, path, values in table:
         yield iter([Change(kind=kind, fields={path: value}) for value in values])

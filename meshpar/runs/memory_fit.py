@@ -313,7 +313,9 @@ class _Search:
 
     def _combine(self, size: int) -> None:
         """Compile the combinations that fit if the savings add up, fastest first. If none does, the smallest."""
-        usable = [t for t in self.trials if " + " not in t.change.kind and self._saved(t) > MIN_SAVED * self.base.peak_bytes]
+        usable = [
+            t for t in self.trials if " + " not in t.change.kind and self._saved(t) > MIN_SAVED * self.base.peak_bytes
+        ]
         groups = [group for group in itertools.combinations(usable, size) if _is_consistent(group)]
         predicted = [(*self._predicted(group), index) for index, group in enumerate(groups)]
         fitting = sorted((time, peak, index) for peak, time, index in predicted if peak <= self.limit)

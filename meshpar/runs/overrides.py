@@ -16,12 +16,12 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from meshpar.parallel import Strategy, parse_strategy
 from meshpar.runs.plain import to_plain
+from meshpar.sharding.errors import MeshparError, near, near_or, problem
 
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.host_resources import check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.training.options import RENAMED
-from meshpar.sharding.errors import MeshparError, near, near_or, problem
 
 T = TypeVar("T")
 _Texts: TypeAlias = Mapping[tuple[str, ...], str]
@@ -126,7 +126,9 @@ def read(text: str, hint: Any, path: tuple[str, ...], *, current: Any = None) ->
         field, reason = ".".join(path), f"it must be {inspect.formatannotation(hint)}"
         fix = str(error) or "write a value of this type"
         if dataclasses.is_dataclass(current) and not isinstance(current, Strategy):
-            names = ", ".join(f"`{field}.{subfield.name}`" for subfield in dataclasses.fields(current)[:8] if subfield.init)
+            names = ", ".join(
+                f"`{field}.{subfield.name}`" for subfield in dataclasses.fields(current)[:8] if subfield.init
+            )
             fix = f"set its fields ({names}, …), or write `{path[-1]}=...` in the recipe file"
         raise problem(f"`{field}`", f"set it to `{text}`", reason, fix, code="wrong-type") from None
 

@@ -23,17 +23,25 @@ from meshpar.runs.plain import plain_fields
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import use_rules
+from meshpar.sharding.errors import (
+    check_bool,
+    check_divides,
+    check_positive_int,
+    check_takes,
+    is_int,
+    named,
+    near,
+    problem,
+)
 from meshpar.sharding.host_resources import check_memory, check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import with_field_docs
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.errors import check_bool, check_divides, check_positive_int, check_takes, is_int, named, near, problem
 from meshpar.sharding.types import AnyMesh
 from meshpar.training.lora import Lora
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state, make_setup
 from meshpar.training.step import TrainStep
-
 
 Allowed = Literal["unfused-attention", "float32-matmul"]
 """Lint rules that fail `explain --check`."""
@@ -114,8 +122,8 @@ class Recipe:
     """With `step.nonfinite="skip"`, the run stops after this many consecutive skipped updates."""
     pgle: bool = False
     """Profile-guided latency estimation: jax measures the first steps on GPUs (three by default) and compiles the step
-    again, so that XLA's scheduler uses measured times. The program is kept for later starts, as with `mp.run(compile_cache=...)`.
-    Not available on other devices or with --profile."""
+    again, so that XLA's scheduler uses measured times. The program is kept for later starts, as with
+    `mp.run(compile_cache=...)`. Not available on other devices or with --profile."""
     seed: int = 0
     """Seed of initial weights, dropout and data order."""
     validate_every: int | None = None

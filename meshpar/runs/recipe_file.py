@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 
 from meshpar.runs.recipe import Recipe
+from meshpar.sharding.errors import MeshparError, near, problem
 
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.host_resources import check_file
-from meshpar.sharding.errors import MeshparError, near, problem
 
 
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
@@ -47,8 +47,8 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
 def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[None]:
     """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
-    `recipes` are paths as in `load_recipe`, and `requested` is the failed action in the error. If the traceback contains
-    no recipe, the error names the first recipe.
+    `recipes` are paths as in `load_recipe`, and `requested` is the failed action in the error. If the traceback
+    contains no recipe, the error names the first recipe.
     """
     try:
         yield

@@ -13,8 +13,8 @@ from meshpar.data.source import Source
 from meshpar.interop.hf import config_of
 from meshpar.pod import watchdog as watchdog
 from meshpar.runs.recipe import Recipe
-from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import check_name
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Model fields that the recipe keeps with --from-hf. The Hugging Face folder sets all others."""

@@ -26,15 +26,15 @@ from meshpar.loop.metrics_file import (
     read_lines,
 )
 from meshpar.moe.load_metrics import Loads
-from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog as watchdog
 from meshpar.runs.folder import RunFolder
 from meshpar.runs.plain import json_text
 from meshpar.runs.recipe import Recipe, build_model
 from meshpar.runs.screen import Screen
 from meshpar.sharding.context import use_rules
-from meshpar.sharding.host_resources import replace_file
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import replace_file
+from meshpar.training.eval_params import eval_params
 from meshpar.training.lora import merged_params
 from meshpar.training.state import TrainState
 
@@ -145,11 +145,18 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
 
 
 def continued(
-    state: TrainState, config: Any, batch: np.typing.ArrayLike, *, num_tokens: int, seed: int, model: Model | None = None, **options: Any
+    state: TrainState,
+    config: Any,
+    batch: np.typing.ArrayLike,
+    *,
+    num_tokens: int,
+    seed: int,
+    model: Model | None = None,
+    **options: Any,
 ) -> list[list[int]]:
     """Sample continuations of prompts that have the same length. Return token ids, [prompt, position].
 
-    `model` is by default the model of the state, and `options` are further arguments of `meshpar.models.sampling.generate`.
+    `model` is by default the model of the state. `options` are further arguments of `meshpar.models.sampling.generate`.
     """
     from meshpar.models.sampling import generate
 

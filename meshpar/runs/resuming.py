@@ -22,9 +22,9 @@ from meshpar.runs.plain import json_finite, to_plain
 from meshpar.runs.recipe import Recipe, build_setup, build_step
 from meshpar.runs.screen import Screen
 from meshpar.runs.start_timings import Phases
+from meshpar.sharding.errors import is_int, problem
 from meshpar.sharding.host_resources import read_json
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.errors import is_int, problem
 from meshpar.training.options import RENAMED, StepOptions
 from meshpar.training.state import Setup
 

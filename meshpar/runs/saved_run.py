@@ -24,9 +24,9 @@ from meshpar.models.config import TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.runs.folder import CHECKPOINTS, RunFolder
 from meshpar.runs.plain import from_plain
+from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.errors import problem
 from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 

@@ -48,7 +48,6 @@ from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.metrics_file import MetricsFile, read_lines
 from meshpar.loop.profiler import Profile, parse_steps
 from meshpar.loop.progress_bar import ProgressBar
-from meshpar.training.eval_params import eval_params
 from meshpar.pod import watchdog
 from meshpar.pod.coordination import check_shared, this_pod
 from meshpar.runs.background_compilation import BackgroundCompilation
@@ -67,10 +66,11 @@ from meshpar.runs.screen import Screen
 from meshpar.runs.start_timings import Phases, StartTimings
 from meshpar.runs.tuned import Tuned
 from meshpar.sharding import remote
+from meshpar.sharding.errors import check_bool, check_cases, problem
 from meshpar.sharding.host_resources import is_url, replace_file
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.errors import check_bool, check_cases, problem
 from meshpar.sharding.units import human_bytes
+from meshpar.training.eval_params import eval_params
 from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.step import TrainStep, eval_step
@@ -125,8 +125,8 @@ def run(
       profile: first and last step of a trace that is written to `profile/` in the run folder.
       accept_changes: resume a run whose program has changed or whose recipe.json is missing.
       compile_cache: folder or URL for compiled programs, which later starts load, or "none". By default programs for
-        CPUs are not kept, and others are kept in `~/.cache/meshpar/programs`, with several processes in `out/jax_cache`;
-        the folder in `jax_compilation_cache_dir` has precedence.
+        CPUs are not kept, and others are kept in `~/.cache/meshpar/programs`, with several processes in
+        `out/jax_cache`; the folder in `jax_compilation_cache_dir` has precedence.
       tuned: file of `meshpar tune --save`, whose options the run uses. It is refused for a different program, for
         different devices, and for different versions of jax and meshpar.
       timings: print the time of each phase until the end of the first step. `Phases` has the phases before the call.
@@ -164,9 +164,7 @@ def run(
     return RunOutcome(folder=folder.path, reason=result.reason, summary=summary, state=result.state)
 
 
-def _check_arguments(
-    recipe: Any, hooks: Any, profile: Any, compile_cache: Any, stream: Any, **flags: Any
-) -> None:
+def _check_arguments(recipe: Any, hooks: Any, profile: Any, compile_cache: Any, stream: Any, **flags: Any) -> None:
     check_cases(
         "mp.run", "start the run", "wrong-type",
         (not isinstance(recipe, Recipe | str | os.PathLike), f"the recipe is {recipe!r:.100}",

@@ -109,7 +109,9 @@ class Tuned(Plain):
         if measured.devices != current.devices:
             reasons.insert(0, f"{measured.devices} was measured, and the run has {current.devices}")
         if not reasons and measured.program != current.program:
-            reasons.append(f"program {measured.program} was measured, and the program of the recipe is {current.program}")
+            reasons.append(
+                f"program {measured.program} was measured, and the program of the recipe is {current.program}"
+            )
         if reasons:
             where = f"tuned options of {self.recipe} ({self.date})"
             fix = "run `meshpar tune` again, with the recipe and the options of this run, or train without --tuned"

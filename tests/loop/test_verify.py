@@ -104,7 +104,8 @@ FAULTS = {
         "(jax.tree.map(lambda x: x.at[0].set(x[-1]), batches), keys))", "data=2; ddp(); accumulate=2",
     ),
     "a lost microbatch of a pipeline": Fault(
-        "pipeline.executor", "(read(self.examples, microbatch)", "(read(self.examples, jnp.maximum(microbatch, 1))",
+        "pipeline.stage_program", "(read(self.examples, microbatch)",
+        "(read(self.examples, jnp.maximum(microbatch, 1))",
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "a mean of the means of micro-steps": Fault(
@@ -116,8 +117,8 @@ FAULTS = {
         f"data=2; ddp(); {ONCE}",
     ),
     "a mean of the means of microbatches": Fault(
-        "layers.losses", "total = jax.vmap(weight_of)(rows, keys).sum()",
-        "total = jax.vmap(weight_of)(rows, keys)[0] * len(keys)",
+        "layers.losses", "total = jax.vmap(weight_of)(examples, keys).sum()",
+        "total = jax.vmap(weight_of)(examples, keys)[0] * len(keys)",
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "a loss over pairs in micro-steps": Fault(

@@ -86,7 +86,11 @@ def test_layouts_divide_heads_nodes_and_batch() -> None:
     assert all(np.prod(list(layout.mesh.values())) == 16 for layout in layouts)
     sizes = {layout.mesh["tensor"] for layout in layouts if not layout.without}
     assert sizes == {2}  # two heads of keys
-    assert {layout.mesh["tensor"] for layout in layouts if layout.without == ("vocab", "heads", "kv_heads")} == {2, 4, 8}
+    assert {layout.mesh["tensor"] for layout in layouts if layout.without == ("vocab", "heads", "kv_heads")} == {
+        2,
+        4,
+        8,
+    }
     assert {layout.strategy for layout in layouts if layout.mesh["data"] > 1} == {
         "mp.hsdp()", "mp.hsdp() | mp.tensor_parallel()"
     }  # fmt: skip

@@ -47,7 +47,7 @@ def test_errors_of_the_compilation_are_raised_by_wait():
     assert compilation.compile_s is None
 
 
-@pytest.mark.parametrize("pgle, processes, expected", [(False, 1, True), (True, 1, False), (False, 2, False)])
+@pytest.mark.parametrize(("pgle", "processes", "expected"), [(False, 1, True), (True, 1, False), (False, 2, False)])
 def test_processes_of_a_pod_compile_in_the_same_order(monkeypatch, pgle, processes, expected):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     run = SimpleNamespace(recipe=SimpleNamespace(pgle=pgle))

@@ -41,7 +41,7 @@ def jax_options(**values):
 @contextlib.contextmanager
 def counted_programs():
     """Count the programs that are requested, and those that the cache contains."""
-    counts = Counter({name: 0 for name in EVENTS.values()})
+    counts = Counter(dict.fromkeys(EVENTS.values(), 0))
 
     def count(event, **_):
         if event in EVENTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -59,7 +60,7 @@ def test_the_largest_activations_are_recomputed_first_and_attention_last(found):
     names = [set(text.removeprefix("save:").split(",")) for text in sets]
     assert names[0] == {"up", "query", "key", "value", "attention", "attention_out", "mlp_out"}
     assert names[-1] == {"attention"}
-    assert all(later < earlier for earlier, later in zip(names, names[1:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(names))
     remaining = [change.remaining for change in found["saved activations"]]
     assert remaining == sorted(remaining, reverse=True)
     assert remaining[0] == pytest.approx(1 - 32 / (2 * 32 + 4 * 16 + 2 * 8))  # gate: 32 of all features

@@ -43,7 +43,8 @@ def planted(step, state) -> StepNumbers:
 
 
 LIVE = MemoryTimeline(
-    argument_bytes=2 * GB, temporary_bytes=98 * GB, times_s=(0.0, 0.05), is_timed=True, live_bytes={"head": (GB, 2 * GB)},
+    argument_bytes=2 * GB, temporary_bytes=98 * GB, times_s=(0.0, 0.05), is_timed=True,
+    live_bytes={"head": (GB, 2 * GB)},
     arrays=(LiveArray(nbytes=GB, shape="bf16[5]", module="head", source="model.py:7", start_s=0.01, end_s=0.06),),
 )  # fmt: skip
 

@@ -16,16 +16,16 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.models.architecture import RopeScaling
+from meshpar.optim.matrix_dims import decayed
 from meshpar.parallel.strategy import Strategy
 from meshpar.runs.optimizers import AdamW, Optax
 from meshpar.runs.overrides import override, read
 from meshpar.runs.recipe import Recipe, Sample
 from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.resuming import REPLAYED, breaks_resuming, changes, defaults_of
-from meshpar.data import TextData
-from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.models.architecture import RopeScaling
-from meshpar.optim.matrix_dims import decayed
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[2]

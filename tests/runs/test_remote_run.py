@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.runs.training_run import run
 from meshpar.data import ArrayData
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.loop.checkpoint_index import read_index
-from tests.pod import pods
-from tests.pod.test_multihost import RECIPE
+from meshpar.runs.training_run import run
 from tests.errors import raises
 from tests.grid import cases
+from tests.pod import pods
+from tests.pod.test_multihost import RECIPE
 
 
 def tiny(**fields) -> mp.Recipe:
@@ -49,9 +49,7 @@ def test_run_in_a_bucket_resumes_like_a_local_run(store, request, tmp_path, caps
     bucket, runs = request.getfixturevalue(store), {}
     for out in (f"{bucket}/runs", tmp_path / "runs"):
         for steps in (4, 6):
-            outcome = run(
-                tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2), out=out, devices=jax.devices()[:2]
-            )
+            outcome = run(tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2), out=out, devices=jax.devices()[:2])
             assert outcome.summary["steps_taken"] == (4 if steps == 4 else 2)
         runs[out] = outcome.folder
     there, here = runs.values()

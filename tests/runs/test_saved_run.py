@@ -16,10 +16,15 @@ from safetensors.numpy import load_file, save_file
 import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.cli.convert_command import _suggest_layouts
-from meshpar.runs.recipe_file import load_recipe
-from meshpar.runs.training_run import run as train
 from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.models import TransformerConfig
+from meshpar.models.architecture import LayerKind
+from meshpar.pod.signals import scratch
+from meshpar.runs.folder import run_folder
+from meshpar.runs.plain import from_plain
+from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.saved_run import (
     SOURCE_FOLDER,
     check_source,
@@ -28,12 +33,7 @@ from meshpar.runs.saved_run import (
     opened,
     text_fields,
 )
-from meshpar.loop.checkpoint import Checkpoints
-from meshpar.runs.plain import from_plain
-from meshpar.runs.folder import run_folder
-from meshpar.pod.signals import scratch
-from meshpar.models import TransformerConfig
-from meshpar.models.architecture import LayerKind
+from meshpar.runs.training_run import run as train
 from meshpar.sharding.errors import check_divides
 from meshpar.training.state import init_state
 from tests.errors import raises

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from meshpar.runs.recipe_sources import check_ids
 from meshpar.data import ArrayData
+from meshpar.runs.recipe_sources import check_ids
 from tests.cli.test_main import write_recipe
-from tests.runs.test_recipe import small
 from tests.errors import raises
+from tests.runs.test_recipe import small
 
 EXAMPLES, SEQ = 200, 4
 

@@ -10,10 +10,9 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.runs.resuming import breaks_resuming
-from meshpar.runs.resuming import with_schedule
-from meshpar.runs.screen import Screen
 from meshpar.runs.folder import run_folder
+from meshpar.runs.resuming import breaks_resuming, with_schedule
+from meshpar.runs.screen import Screen
 from tests.cli.test_main import write_recipe
 from tests.runs.test_recipe import small
 

@@ -34,8 +34,9 @@ def recipe(**fields) -> mp.Recipe:
     arrays = {"inputs": values, "targets": values[:, :2] ** 2}
     return mp.Recipe(
         **{
-            "name": "line", "mesh": mp.MeshSpec(data=8), "strategy": mp.ddp(), "loss": loss, "steps": 4, "batch_size": 16,
-            "model": mp.from_functions(init, lambda params, x: x @ params["w"]), "optimizer": mp.Optax(make=lambda steps: optax.sgd(0.1)),
+            "name": "line", "mesh": mp.MeshSpec(data=8), "strategy": mp.ddp(), "loss": loss, "steps": 4,
+            "model": mp.from_functions(init, lambda params, x: x @ params["w"]), "batch_size": 16,
+            "optimizer": mp.Optax(make=lambda steps: optax.sgd(0.1)),
             "data": ArrayData(arrays=arrays, valid=arrays),
         }
         | fields
