@@ -1,4 +1,4 @@
-"""Compare a value with its counterparts on the devices and in the loop iterations of a different layout.
+"""Compare a value with its counterparts on the devices and in the loops of a different layout.
 
     values of the full batch          ─► elements must be equal
     parts of the batch or of a dim    ─► each row of the reference must occur in a part
