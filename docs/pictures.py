@@ -213,6 +213,7 @@ def budgets() -> Figure:
     return figure
 
 
+@styled
 def diff() -> Figure:
     """Draw the differences of the equations of the example in docs/diff.md, in the order of the program."""
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read with the first device
@@ -250,6 +251,7 @@ def out_of_memory() -> Figure:
     return mp.plots.memory_timeline(memory_timeline(report.program, report.timeline))
 
 
+@styled
 def adopt() -> Figure:
     """Draw the matrices of the example in docs/adopt.md with the borders of their shards."""
     example = (ROOT / "docs" / "adopt.md").read_text().split("```python\n")[1].split("adoption = ")[0]
@@ -278,7 +280,7 @@ def adopt() -> Figure:
     panel.invert_yaxis()
     panel.set_aspect("equal")
     panel.set_axis_off()
-    panel.set_title("thin: shards over fsdp=4; thick: shards over tensor=2", fontsize=9)
+    panel.set_title("Thin lines: shards over fsdp=4. Thick lines: shards over tensor=2.", pad=14)
     return figure
 
 
