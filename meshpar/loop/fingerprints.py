@@ -61,6 +61,8 @@ def _words(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([_words(x.real), _words(x.imag)])
+    if (num_bits := jax.dtypes.itemsize_bits(x.dtype)) < 8:  # packed on accelerators, a byte per element on the host
+        return lax.bitcast_convert_type(x, {2: jnp.uint2, 4: jnp.uint4}[num_bits]).astype(jnp.uint32)
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
 

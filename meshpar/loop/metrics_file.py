@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -72,7 +73,9 @@ class MetricsFile(Hook):
         if not self._writes:
             return
         try:
-            self._open().write(b"\n" * self._is_cut + json_line(values).encode())
+            line = b"\n" * self._is_cut + json_line(values).encode()
+            if self._open().write(line) < len(line):  # an unbuffered file writes the part that fits on the disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._is_cut = False
         except OSError as error:
             self._is_cut = True

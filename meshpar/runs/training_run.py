@@ -293,11 +293,11 @@ class TrainingRun:
             def init(setup: Setup, key: int) -> TrainState:
                 if self._init_compilation is not None:
                     self._init_compilation.wait()
-                # On accelerators, XLA measures kernels while it compiles, so nothing else may run there.
-                if self.compilation is not None and self._platform != "cpu":
-                    self.compilation.wait()
                 return setup.init(key) if source is None else load_hf(source, setup, key=key)
 
+            # On accelerators, XLA measures kernels while it compiles, so nothing else may run there.
+            if self.compilation is not None and self._platform != "cpu":
+                self.compilation.wait()
             state = restore_or_init(self.checkpoints, self.setup, key=self.recipe.seed, batches=self.batches, init=init)
             self.folder.upload()  # from here on, checkpoints depend on these files
         self._first_step = int(state.step)

@@ -44,6 +44,13 @@ def test_fingerprint_detects_a_change_of_an_element(data):
     assert fingerprint(changed) == int(COMPILED(changed))
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint2"])
+def test_elements_smaller_than_a_byte(dtype):
+    x = jnp.arange(-8, 8).astype(dtype)
+    assert fingerprint(x) == int(COMPILED(x))
+    assert fingerprint(x) != fingerprint(x.at[3].set(x[2]))
+
+
 def test_fingerprint_detects_moved_elements():
     x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
     others = [x.T.reshape(4, 6), x[::-1], jnp.roll(x, 1), x.at[0, 0].set(x[1, 0]).at[1, 0].set(x[0, 0])]

@@ -136,8 +136,9 @@ def test_lines_that_cannot_be_written_are_lost_with_a_warning(tmp_path, monkeypa
 
     class Disk(io.FileIO):
         def write(self, content):
-            if now.step in (2, 3):
-                super().write(b'{"st' * (now.step == 2))
+            if now.step == 2:
+                return super().write(content[:4])
+            if now.step == 3:
                 raise OSError(28, "No space left on device")
             return super().write(content)
 

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar.runs import training_run
 from meshpar.runs.background_compilation import BackgroundCompilation
+from meshpar.runs.folder import run_folder
+from meshpar.runs.screen import Screen
 from meshpar.runs.training_run import TrainingRun
 from tests.runs.test_training_run import recipe
 
@@ -45,6 +48,23 @@ def test_errors_of_the_compilation_are_raised_by_wait():
     with pytest.raises(Exception, match="no_such_option"):
         compilation.wait()
     assert compilation.compile_s is None
+
+
+def test_accelerators_are_idle_during_the_compilation(tmp_path, monkeypatch):
+    """XLA measures kernels there, so neither a restore nor the initialization may run."""
+    events = []
+    monkeypatch.setattr(BackgroundCompilation, "wait", lambda self: events.append("wait"))
+    monkeypatch.setattr(
+        training_run, "restore_or_init", lambda *_, **__: events.append("restore") or SimpleNamespace(step=0)
+    )
+    with run_folder(tmp_path / "line", write=True) as folder:
+        run = TrainingRun(recipe(), folder, Screen(io.StringIO()))
+        with run.prepare():
+            for platform, expected in (("cpu", ["restore"]), ("gpu", ["wait", "restore"])):
+                run._platform = platform
+                run.resume()
+                assert events == expected
+                events.clear()
 
 
 @pytest.mark.parametrize(("pgle", "processes", "expected"), [(False, 1, True), (True, 1, False), (False, 2, False)])
