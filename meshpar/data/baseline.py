@@ -138,7 +138,7 @@ def _count_pairs(
     if (num_pairs := vocab_size**2) <= _CHUNK:  # a dense table is nine times as fast
         table = np.zeros(num_pairs, np.int64)
         for first, second in chunks:
-            table += np.bincount(first.astype(np.int64) * vocab_size + second, minlength=num_pairs)
+            table += np.bincount(first.astype(np.int64) * vocab_size + second.astype(np.int64), minlength=num_pairs)
         return sparse.csr_array(table.reshape(vocab_size, vocab_size))
     counts = sparse.csr_array((vocab_size, vocab_size), dtype=np.int64)
     for pairs in chunks:

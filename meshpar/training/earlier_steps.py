@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from meshpar.sharding.errors import check_cases, problem
 STEPS_IN_FLIGHT = 2
 """Number of dispatched steps that the host does not wait for. Two are enough to hide the work of the host. With more,
 the CPU backend gets slower: threads of different programs wait for their collectives and occupy the cores."""
+MAX_LOOPS = 8
+"""Number of states that a step checks if it trains them alternately."""
 LOST_UPDATES = "lost_updates"
 """Metric of a step: the share of nonzero updates that rounding of 16-bit parameters loses."""
 MIN_REPORTED_LOSS = 0.01
@@ -71,37 +74,47 @@ def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)  # type: ignore[attr-defined]
 
 
-class EarlierSteps:
+@dataclasses.dataclass
+class _Loop:
     """The metrics of the last steps of a loop."""
+
+    last: jax.Array
+    """The counter in the last state."""
+    metrics: collections.deque[dict[str, Any]] = dataclasses.field(default_factory=collections.deque)
+
+
+class EarlierSteps:
+    """The metrics of the last steps of each loop."""
 
     def __init__(self, *, raises: bool) -> None:
         self._raises, self._has_warned = raises, False
-        self._metrics: collections.deque[Mapping[str, Any]] = collections.deque()
-        self._last: Any = None
-        """The counter in the last state."""
+        self._loops: collections.deque[_Loop] = collections.deque(maxlen=MAX_LOOPS)
 
     def add(self, step: jax.Array, new_step: jax.Array, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step, and check a step that is no longer in flight.
 
         Args:
-          step, new_step: the counter in the state before and after the step. If `step` is not the last `new_step`, a
-            new loop begins, for example from a checkpoint, and the metrics of the previous loop are dropped.
+          step, new_step: the counter in the state before and after the step. If `step` is not the last `new_step` of
+            a loop, a new loop begins, for example from a checkpoint.
           metrics: the metrics of the step.
         """
         if isinstance(new_step, jax.core.Tracer):
             return
-        if step is not self._last:
-            self._metrics.clear()
-        self._last = new_step
-        self._metrics.append(dict(metrics))
-        while len(self._metrics) > STEPS_IN_FLIGHT + 1:
-            self._check(self._metrics.popleft())
+        # Other threads may add loops during the iteration over a deque.
+        loop = next((loop for loop in tuple(self._loops) if loop.last is step), None)
+        if loop is None:
+            self._loops.append(loop := _Loop(new_step))
+        loop.last = new_step
+        loop.metrics.append(dict(metrics))
+        while len(loop.metrics) > STEPS_IN_FLIGHT + 1:
+            self._check(loop.metrics.popleft())
 
     def replace(self, metrics: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Check the `values` of metrics that the caller has read, instead of reading them again."""
-        for index, earlier in enumerate(self._metrics):
-            if earlier["loss"] is metrics["loss"]:
-                self._metrics[index] = values
+        for loop in tuple(self._loops):
+            for earlier in tuple(loop.metrics):
+                if earlier["loss"] is metrics["loss"]:
+                    earlier.update(values)
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
         if self._raises:

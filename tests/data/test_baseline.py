@@ -65,6 +65,12 @@ def test_oracle_is_the_conditional_entropy():
     assert score(valid, valid).oracle.bits_per_token == pytest.approx(0.5, rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint64])
+def test_baseline_does_not_depend_on_the_dtype(dtype):
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 60)
+    assert score(tokens.astype(dtype), tokens.astype(dtype)) == score(tokens, tokens)
+
+
 @pytest.mark.parametrize("chunk", [7, 59, 10**6])
 def test_baseline_does_not_depend_on_the_chunk_size(monkeypatch, chunk):
     draw = np.random.default_rng(1).integers

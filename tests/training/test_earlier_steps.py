@@ -44,6 +44,15 @@ def test_step_raises_in_a_mesh_context(step):
             state, _ = step(state, BAD)
 
 
+def test_step_raises_for_states_that_are_trained_alternately(step):
+    good = new_state()
+    bad = good.setup.init(1)
+    with raises("not-finite", "the training step"):
+        for _ in range(STEPS_IN_FLIGHT + 2):
+            good, _ = step(good, BATCH)
+            bad, _ = step(bad, BAD)
+
+
 def test_check_finite_raises_after_the_last_step(step):
     state = new_state()
     for _ in range(2):
