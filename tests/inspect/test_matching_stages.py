@@ -328,6 +328,7 @@ def test_stage_partition_of_moe_layers():
     assert y.shape == (2, T, D)
 
 
+@pytest.mark.matrix
 def test_collectives_of_stages_name_lines_of_the_model(built):
     """A stage runs slices of the traced model, but sends the same collectives as without stages."""
     lines, first = inspect.getsourcelines(matmuls)

@@ -177,7 +177,6 @@ MESHES += ["expert x tensor", "sequence parallel"]
     ("kind", "case"),
     cases(
         ("gpt-oss", "fsdp x expert x tensor"),
-        ("llama4", "expert x tensor"),
         grid=[(kind, case) for kind in OTHERS for case in MESHES[: 4 if "," in kind else None]],
     ),
 )

@@ -137,7 +137,8 @@ SLOW = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("case", ["slow", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("healthy", "once"))])
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["slow", "healthy", "once"])
 def test_process_with_slow_data_is_named(tmp_path: Path, child_env: dict[str, str], case: str) -> None:
     (tmp_path / "recipe.py").write_text(SLOW)
     with pods.start(tmp_path, "--processes", "3", "--devices", "3", **child_env, CASE=case) as process:

@@ -425,7 +425,7 @@ def delayed_state(spec, strategy):
     )
 
 
-@pytest.mark.parametrize("case", cases("fsdp|tensor", grid=list(DELAYED)))
+@pytest.mark.parametrize("case", cases(grid=list(DELAYED)))
 def test_delayed_scaling_equals_flax_on_one_device(case):
     """Scales and histories are replaced by their gradients over the global batch, without the optimizer."""
     spec, strategy, options = DELAYED[case]
