@@ -61,7 +61,10 @@ def budget() -> None:
     "--cluster", "clusters", metavar="GPUS", multiple=True,
     help="Compile for this cluster: h100:8x8. Repeatable. Default: the mesh of the recipe on CPU devices.",
 )  # fmt: skip
-@click.option("--folder", metavar="DIR", default=FOLDER, show_default=True, help="Folder of the budgets.")
+@click.option(
+    "--folder", metavar="DIR", default=FOLDER, show_default=True, type=click.Path(file_okay=False),
+    help="Folder of the budgets.",
+)  # fmt: skip
 @layout_options
 @click.option("--batch", metavar="SHAPES", help="Shapes of the global batch, as for explain.")
 @field_options
@@ -184,12 +187,27 @@ def _compiled(programs: Sequence[Sequence[str]], jobs: int, cache: str | None) -
       cache: folder for compiled programs, "none", or None for the default.
     """
     folder = str(cache_folder() / "explain") if cache is None else cache
+    if folder != NO_CACHE and any("--cluster" in arguments for arguments in programs):
+        _check_cache(folder)
     context = multiprocessing.get_context("spawn")
     if sys.stderr.isatty():
         click.echo(f"compiling {len(programs)} programs …", err=True)
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(programs)), mp_context=context) as pool:
         futures = [pool.submit(budget_of, tuple(arguments), folder) for arguments in programs]
         return [_result(future) for future in futures]
+
+
+def _check_cache(folder: str) -> None:
+    """Check, before any compilation, that programs can be written to the folder."""
+    reason = ""
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason or not os.access(folder, os.W_OK):
+        fix = f"name another folder with --cache DIR, or use --cache {NO_CACHE}"
+        requested = "keep compiled programs in it"
+        raise problem(f"cache {folder}", requested, reason or "you do not have permission", fix, code="not-writable")
 
 
 def _result(future: concurrent.futures.Future[Budget | str]) -> Budget | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -54,35 +55,37 @@ def diff(
     from meshpar.loop.diff import diff as run
     from meshpar.loop.verify import named
     from meshpar.runs.recipe import build_model, build_optimizer
-    from meshpar.runs.recipe_file import load_recipe
+    from meshpar.runs.recipe_file import explain_recipe_errors, load_recipe
     from meshpar.training.options import StepOptions
     from meshpar.training.state import init_state
     from meshpar.training.step import TrainStep
 
-    full = load_recipe(recipe, devices=devices).override(*assignments)
-    params = "float32" if dtype == "bfloat16" else dtype
-    precision = Precision(params=params, compute=None if dtype == params else dtype)
-    with jax.enable_x64(dtype == "float64"):
-        small = shrunk(full, params)
-        layouts = [named(against), named(case) if case is not None else _layout(small, devices)]
-        model = build_model(small)
-        meshes = [layout.mesh.build(jax.devices()[: _size(layout)]) for layout in layouts]
-        training = [
-            TrainStep(
-                small.loss, StepOptions(**{"loss_is": small.step.loss_is, **layout.options, "precision": precision})
+    # Recipes and losses may print, but stdout is for the report.
+    with contextlib.redirect_stdout(sys.stderr), explain_recipe_errors([recipe], "run its training step"):
+        full = load_recipe(recipe, devices=devices).override(*assignments)
+        params = "float32" if dtype == "bfloat16" else dtype
+        precision = Precision(params=params, compute=None if dtype == params else dtype)
+        with jax.enable_x64(dtype == "float64"):
+            small = shrunk(full, params)
+            layouts = [named(against), named(case) if case is not None else _layout(small, devices)]
+            model = build_model(small)
+            meshes = [layout.mesh.build(jax.devices()[: _size(layout)]) for layout in layouts]
+            training = [
+                TrainStep(
+                    small.loss, StepOptions(**{"loss_is": small.step.loss_is, **layout.options, "precision": precision})
+                )
+                for layout in layouts
+            ]
+            tx = build_optimizer(small, model, meshes[0])
+            state = init_state(
+                model, tx, mesh=meshes[0], strategy=layouts[0].strategy, precision=precision, key=jax.random.key(seed)
             )
-            for layout in layouts
-        ]
-        tx = build_optimizer(small, model, meshes[0])
-        state = init_state(
-            model, tx, mesh=meshes[0], strategy=layouts[0].strategy, precision=precision, key=jax.random.key(seed)
-        )
-        for number in range(steps):
-            batch = batch_of(small, seed + number)
-            report = run(training[0], state, batch, training[1], mesh=meshes[1], strategy=layouts[1].strategy)
-            if report:
-                break
-            state, _ = training[0](state, batch)
+            for number in range(steps):
+                batch = batch_of(small, seed + number)
+                report = run(training[0], state, batch, training[1], mesh=meshes[1], strategy=layouts[1].strategy)
+                if report:
+                    break
+                state, _ = training[0](state, batch)
     print_report(report, as_json=as_json)
     sys.exit(1 if report else 0)
 

@@ -162,7 +162,10 @@ class _Run:
         self.args = jax.tree.leaves((
             jax.device_put(host, setup.shardings), jax.device_put(split, setup.batch_shardings),
         ))  # fmt: skip
-        self.before = {f"parameter {path}": np.asarray(x) for path, x in tree_leaves_with_paths(host.params)}
+        kinds = {"parameter": host.params, "optimizer state": host.opt_state}
+        self.before = {
+            f"{kind} {path}": np.asarray(x) for kind, tree in kinds.items() for path, x in tree_leaves_with_paths(tree)
+        }
         self.graph = graph_of(self.closed)
         self.by_path = {node.path: index for index, node in enumerate(self.graph.nodes)}
         self.values: dict[int, Any] = {}
@@ -407,7 +410,7 @@ class _Search:
         candidate = WrongValue(
             node, reference, others, [self.layout.value(index) for index in inside], match, self.tolerances[first],
             self.layout.setup.sizes, (1.0, *self.scales), random, self.first_part(first),
-            self.reference.before.get(result),
+            self.before(result, ours),
         )  # fmt: skip
         kind, detail = classify(candidate)
         source = unreduced(candidate) if kind == "missing reduction" else None
@@ -437,6 +440,15 @@ class _Search:
             wrong=float(match.wrong.mean()), rows=extent_of(match.wrong), largest=finite,
             tolerance=self.tolerances[first].largest, kind=kind, detail=detail, cause=CAUSES[kind],
         )  # fmt: skip
+
+    def before(self, result: str, index: int) -> np.ndarray | None:
+        """Return the value of a result before the step, to compare with the value of a node."""
+        value, run = self.reference.before.get(result), self.reference
+        if value is None or value.shape != run.graph.nodes[index].shape:
+            return None
+        # Moments start as zeros, so zeros inside of an optimizer may be other values than the old state.
+        is_result = index in run.graph.outputs[run.names.index(result)]
+        return value if is_result or result.startswith("parameter") else None
 
     def partial_sums(self, index: int) -> tuple[Node, tuple[str, ...]] | None:
         """Return the equation whose partial sums an equation reads without a reduction, and the axes of the sums."""

@@ -196,7 +196,7 @@ class WrongValue(NamedTuple):
     iteration: int
     """The first part of the reference with wrong elements."""
     old: np.ndarray | None
-    """The value before the step, for a parameter."""
+    """The value before the step, for a parameter or an array of optimizer state."""
 
 
 def classify(candidate: WrongValue) -> tuple[str, str]:

@@ -70,6 +70,11 @@ class AdoptedRecipe:
         """Name of the recipe."""
         return re.sub(r"\W+", "_", self.target.name.rpartition(":")[2]).strip("_").lower()
 
+    @property
+    def targets(self) -> str:
+        """Name of the targets in a batch. The model may have an input `targets`, as decoders of translations have."""
+        return next(name for name in ("targets", "loss_targets") if name not in self.inputs.arrays)
+
     def _header(self) -> str:
         modules = {*self.target.modules} - {"jax.numpy", "numpy"}
         modules |= {"equinox", "jax"} if self.target.kind == "equinox" else set()
@@ -122,7 +127,7 @@ def call(model, batch):
     def _examples(self) -> str:
         lines = [f'        "{name}": {self._draw(name)},' for name in self.inputs.arrays]
         if self.output is not None:
-            lines.append(f'        "targets": {self._targets(self.output)},')
+            lines.append(f'        "{self.targets}": {self._targets(self.output)},')
         return "\n".join(
             [
                 f"def examples(count: int = {_BATCHES} * BATCH_SIZE, seed: int = 0) -> dict[str, np.ndarray]:",
@@ -149,10 +154,10 @@ def call(model, batch):
         return f"draw.integers(0, {output.shape[-1]}, {_with_count(output.shape[1:-1])}).astype(jnp.int32)"
 
     def _loss(self, output: ModelOutput) -> str:
-        name, losses, title = "outputs", '(outputs - batch["targets"]) ** 2', "squared error"
+        name, losses, title = "outputs", f'(outputs - batch["{self.targets}"]) ** 2', "squared error"
         if output.loss == "cross-entropy":
             name, title = "logits", "cross entropy of logits"
-            losses = 'optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])'
+            losses = f'optax.softmax_cross_entropy_with_integer_labels(logits, batch["{self.targets}"])'
         return f'''
 def loss(model, batch, key):
     """Return the mean {title}."""

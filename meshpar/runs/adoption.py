@@ -220,6 +220,8 @@ def _proposed(
     except Exception as error:
         reason = f"it raised {type(error).__name__}: {str(error).strip()[:400] or 'no message'}"
         fix = "pass all inputs that the model needs, with their names in the signature"
+        if type(error).__name__ == "InvalidRngError":
+            fix = "switch dropout off with an input such as deterministic=True or train=False"
         raise problem(f"`{target}`", "trace its forward pass", reason, fix, code="error-in-model") from error
     output = _output_of(flow, out, inputs.batch_size, loss, target)
     code = dataclasses.replace(code, bounds=_bounds(flow, inputs), output=output)
@@ -359,6 +361,9 @@ def _compiled(
     with contextlib.ExitStack() as stack:
         pod = None if cluster is None else stack.enter_context(PodProcess())
         compiled = [_explained(with_layout(code, names, layout), layout, cluster, pod) for layout in chosen]
+        replicated = AdoptedLayout(mesh={"data": num_devices, "fsdp": 1}, strategy="mp.ddp()")
+        if all(x.refused for x in compiled) and replicated.strategy not in {x.strategy for x in chosen}:
+            compiled.append(_explained(with_layout(code, names, replicated), replicated, cluster, pod))
     return tuple(sorted(compiled, key=lambda layout: layout.rank))
 
 

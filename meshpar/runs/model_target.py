@@ -28,7 +28,7 @@ from meshpar.sharding.errors import MeshparError, check_cases, near, problem
 Kind = Literal["nnx", "linen", "equinox", "model"]
 _REFERENCE = r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(\(\))?"
 """`MODULE:NAME`, or `MODULE:NAME()` for the result of a call."""
-_INPUT = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\w+)\s*\[([\d\s,]*)\]\s*$")
+_INPUT = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\w+)\s*\[\s*((?:\d+\s*,\s*)*(?:\d+\s*)?)\]\s*$")
 """`name=dtype[shape]`."""
 _MAX_WIDTH = 90
 """Maximum width of a call on a single line."""
@@ -81,6 +81,7 @@ def parse_inputs(text: str | Path | Mapping[str, Any]) -> Inputs:
     }
     static = {name: x for name, x in values.items() if name not in arrays}
     unreadable = next((name for name, x in static.items() if not isinstance(x, bool | int | float | str | None)), "")
+    not_numerical = next((name for name, x in arrays.items() if not _is_numerical(x.dtype)), "")
     sizes = {x.shape[:1] for x in arrays.values()}
     check_cases(
         "adopt(inputs=...)", "call the model", "wrong-shape",
@@ -88,8 +89,14 @@ def parse_inputs(text: str | Path | Mapping[str, Any]) -> Inputs:
         (unreadable, f"`{unreadable}` must be an array, a number, text, a bool or None", "leave it out"),
         (len(sizes) > 1 or () in sizes, "the first dims of the arrays differ, and must be the batch",
          "use the same first dim for all arrays, or create other arrays in a function MODULE:FUNCTION"),
+        ((0,) in sizes, "the batch has no examples", "use a first dim of at least 1"),
+        (not_numerical, f"the dtype of `{not_numerical}` is not a numerical dtype", "use a dtype such as float32"),
     )  # fmt: skip
     return Inputs(arrays=arrays, static=static)
+
+
+def _is_numerical(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
 
 
 def _inputs_of(text: str) -> dict[str, Any]:
@@ -195,6 +202,9 @@ def _imported(module: str, name: str, modules: dict[str, None]) -> Any:
     except ImportError as error:
         fix = f"install the package of `{module}`, or run the command in its folder"
         raise problem(where, "import it", str(error), fix, code="not-found") from error
+    except Exception as error:
+        reason = f"it raised {type(error).__name__}: {str(error).strip()[:300] or 'no message'}"
+        raise problem(where, "import it", reason, "correct the module", code="error-in-model") from error
     modules[module] = None
     for part in name.split("."):
         if not hasattr(value, part):

@@ -112,10 +112,13 @@ def test_budgets_that_cannot_be_repeated_are_refused(meshpar, fields, message, t
         (("save",), "Missing argument"),
         (("check", "--markdown", "no/folder.md"), "no folder"),
         (("check", "--jobs", "0"), "--jobs"),
+        (("save", "gpt_stdlib", "--folder", "file"), "--folder"),
+        (("save", "gpt_stdlib", "--cluster", "h100:1x8", "--cache", "file/cache"), "--cache none"),
     ],
 )
 def test_errors(meshpar, args, message, tmp_path):
     (tmp_path / "budgets").mkdir()
+    (tmp_path / "file").touch()
     code, _, err = meshpar(*args)
     assert code == 2
     assert message in err

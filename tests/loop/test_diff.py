@@ -66,6 +66,45 @@ def test_correct_layouts_do_not_differ():
     assert str(difference).startswith("no difference beyond rounding (1 x loss")
 
 
+def row_norms(is_wrong):
+    """An optimizer whose first different value, a norm of rows, has another shape than the parameter."""
+
+    def update(grads, state, params=None):
+        norms = jax.tree.map(lambda g: jnp.abs(g).sum(-1, keepdims=True) * (3.0 if is_wrong() else 1.0), grads)
+        return jax.tree.map(lambda g, norm: -g / (norm + 1), grads, norms), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def old_moments(is_wrong):
+    """Momentum that is not stored."""
+    tx = optax.trace(0.9)
+
+    def update(grads, state, params=None):
+        updates, new = tx.update(grads, state, params)
+        return updates, state if is_wrong() else new
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(row_norms, "factor"), pytest.param(old_moments, "not updated", marks=pytest.mark.matrix)]
+)
+def test_kinds_of_wrong_optimizers(make, kind):
+    traces = []
+
+    def is_wrong():  # in the second trace
+        traces.append(0)
+        return len(traces) > 1
+
+    state = mp.init_state(linear(jnp.dot), make(is_wrong), mesh=one_device(), strategy=mp.ddp(), key=0)
+    traces.clear()
+    mesh = mp.MeshSpec(tensor=2).build(jax.devices()[:2])
+    batch = {"x": np.ones((4, 8), np.float32)}
+    difference = mp.diff(mp.train_step(squares), state, batch, mesh=mesh, strategy=mp.ddp() | mp.tensor_parallel())
+    assert difference.origin.kind == kind
+
+
 @pytest.mark.matrix
 def test_values_beyond_the_limit_are_compared_in_turn():
     assert found(partial_sum, max_bytes=200).origin == found(partial_sum).origin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import types
@@ -69,6 +70,21 @@ def test_a_loss_is_chosen_or_set() -> None:
     assert proposed("ConvNet")[0].output.loss == "squared-error"
     code, *_ = proposed("ConvNet", loss="cross-entropy")
     assert code.module().examples(4)["targets"].shape == (4,)
+
+
+def test_targets_of_the_loss_do_not_replace_an_input() -> None:
+    code, *_ = _proposed(f"{MODELS}:small_mlp", parse_inputs(CASES["small_mlp"]), (), None)
+    inputs = parse_inputs("targets=float32[16,16]")
+    batch = dataclasses.replace(code, inputs=inputs).module().examples(4)
+    assert {name: x.shape for name, x in batch.items()} == {"targets": (4, 16), "loss_targets": (4, 16)}
+    assert 'outputs - batch["loss_targets"]' in dataclasses.replace(code, inputs=inputs).text()
+
+
+@pytest.mark.matrix
+def test_a_model_without_divisible_dims_has_data_parallelism() -> None:
+    adoption = adopt(f"{MODELS}:small_mlp", "x=float32[16,5]", settings=["width=5"], num_layouts=1, verified=False)
+    assert (adoption.best.strategy, adoption.best.refused) == ("mp.ddp()", "")
+    assert adoption.recipe().mesh == mp.MeshSpec(data=8)
 
 
 def test_names_of_another_package_are_dropped() -> None:

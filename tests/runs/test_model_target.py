@@ -96,6 +96,13 @@ def test_errors_of_targets(target, settings, code) -> None:
         parse_target(target, settings)
 
 
+def test_a_module_that_raises(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "module_with_a_syntax_error.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with raises("error-in-model", "module_with_a_syntax_error"):
+        parse_target("module_with_a_syntax_error:Net")
+
+
 def test_inputs_from_text_file_and_dict(tmp_path: Path) -> None:
     found = parse_inputs("ids=int32[8, 128], scale=float32[8],deterministic=True,mode=train")
     assert found.arrays["ids"] == jax.ShapeDtypeStruct((8, 128), np.int32)
@@ -117,6 +124,10 @@ def test_inputs_from_text_file_and_dict(tmp_path: Path) -> None:
         ("train=True", "wrong-shape"),
         ("x=float32[8,2],y=float32[4,2]", "wrong-shape"),
         ("x=float32[]", "wrong-shape"),
+        ("x=float32[0,8]", "wrong-shape"),
+        ("x=float32[8 8]", "bad-syntax"),
+        ("x=float32[8,,8]", "bad-syntax"),
+        ("x=str[8]", "wrong-shape"),
         ("no_such_file.py", "missing-file"),
     ],
 )
