@@ -383,16 +383,21 @@ def test_all_matmuls_of_a_layer_are_in_8_bits_on_gpus(pod, library, precision):
 
 @pytest.mark.pod
 def test_loops_over_experts_are_in_8_bits_on_gpus(pod):
-    """Three products forward and three backward, in the loop of typical rows and in the loop of further rows."""
+    """Only the gradients of weights are not. XLA may merge the products with gate and up, and may unroll loops."""
     step, state, trace = traced(WITH_EXPERTS.build(), mp.Precision(matmul={"layers/mlp": "fp8"}, compute="bfloat16"))
     program = pod.compile(trace, "h100:1x8", options=step.compile_options(state.setup))
-    names, found = ("f8e4m3fn", "f8e5m2"), collections.Counter()
+    narrow, found = {"f8e4m3fn", "f8e5m2"}, collections.Counter()
     for computation in program.module.computations.values():
         for ins in (one for one in computation if one.opcode == "dot" or "__cublas" in str(one.attributes)):
-            dtypes = {leaf.dtype for name in ins.operands[:2] for leaf in computation[name].shape.leaves()}
-            found[dtypes <= set(names)] += "mlp" in str(ins.attributes)
-    assert found[True] == 2 * 6
-    assert found[False] == 2 * 3 + 3  # and the router
+            if "/experts/" in str(ins.attributes):
+                dtypes = {leaf.dtype for name in ins.operands[:2] for leaf in computation[name].shape.leaves()}
+                found["transpose(" in str(ins.attributes), dtypes <= narrow] += 1
+    is_backward, is_narrow = True, True
+    assert found[not is_backward, not is_narrow] == 0
+    assert found[not is_backward, is_narrow] >= 2
+    copies, rest = divmod(found[is_backward, is_narrow], 3)
+    assert (copies > 0, rest) == (True, 0)
+    assert 2 * copies <= found[is_backward, not is_narrow] <= 3 * copies
 
 
 class Delayed(nn.Module):
