@@ -319,7 +319,7 @@ for (const root of document.querySelectorAll(".meshpar[data-report]")) {
     const node = root.querySelector(`[data-view="${name}"]`);
     if (node) view(node, data);
   }
-  for (const table of root.querySelectorAll("table[data-filters], table")) {
+  for (const table of root.querySelectorAll("table")) {
     const next = table.closest(".scroll").nextElementSibling;
     const folded = next && next.tagName === "DETAILS" ? next : null;
     if (!table.closest("details") && (folded || table.tBodies[0].rows.length > 8)) filterTable(table, folded);
