@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,9 +21,6 @@ ATTENTION = "attention"
 
 FLASH = "flash_attention"
 """Part of the names of tokamax's kernels that return attention's output and its residuals."""
-
-SECOND_SHARD = "second_shard"
-"""`checkpoint_name` of the shard that quantized FSDP keeps within a node between forward and backward."""
 
 _either = jax.checkpoint_policies.save_from_both_policies
 _NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
@@ -165,15 +161,10 @@ def _shards_first_dim_fully(primitive: Any, params: Mapping[str, Any]) -> bool:
 def regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a policy that gathers weights again in the backward pass.
 
-    It saves the result of the gather across nodes (`SECOND_SHARD`), and other results according to `policy`, or all of
-    them if `policy` is None. Quantized weights are recognized by the byte arrays that they are computed from.
+    It saves results according to `policy`, or all of them if `policy` is None.
     """
 
     def regather(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if primitive.name == "name" and params["name"] == SECOND_SHARD:
-            return True
-        if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
-            return False
         if policy is None:
             fused = primitive.name in _LAYOUT_ONLY | _ELEMENTWISE
             return not fused and not _shards_first_dim_fully(primitive, params)

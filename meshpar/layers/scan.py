@@ -1,7 +1,6 @@
 """`scan_layers`, which runs the stacked layers of a model as the training step requires.
 
-shards of a layer ─► gathered weights (with quantized or prefetched FSDP) ─► layer, with the step's remat policy
-layers in sequence: a `lax.scan`, a scan that prefetches, or pipeline stages
+layers in sequence: a `lax.scan`, a loop that gathers weights explicitly, or pipeline stages
 """
 
 from __future__ import annotations
@@ -140,11 +139,7 @@ class LayerRunner:
     """
 
     regathers: ClassVar[bool] = False
-    """Whether layers gather their weights in both passes, so that gathered weights are not saved."""
-
-    def weights(self, stack_path: str, shards: PyTree) -> PyTree:
-        """Return the weights of a layer from its shards. `stack_path` is the path of the stacked layers."""
-        return shards
+    """Whether the runner gathers weights, so that layers save none for the backward pass."""
 
     def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
         """Return the result of `scan_layers`. `inputs` are stacked parameters, extra inputs and caches."""
@@ -250,8 +245,7 @@ def scan_layers(
         positions. A layer that closes over them instead cannot run on slices of the batch.
       path: path, or end of the path, of the stacked layers in the model. It also names the scope of their operations.
       staged: whether pipeline stages share these layers; False for a stack that runs within one stage.
-      unroll: number of layers in an iteration of the compiled loop, as in `lax.scan`; True for all layers. Not with
-        `mp.fsdp(prefetch=1)`.
+      unroll: number of layers in an iteration of the compiled loop, as in `lax.scan`; True for all layers.
 
     Returns:
       `x`, or `(x, caches)` if caches were passed. If the layers return an `Aux`, so does
@@ -284,7 +278,7 @@ def scan_layers(
         call = layer_on_slices(lambda *args: with_aux(layer(*args), has_sums=True), per_example, num_slices)
     else:
         call = layer if per_example is None else lambda *args: layer(*args, per_example)
-    body = _in_context(call, path, runner, is_outside)
+    body = _in_context(call, runner, is_outside)
     body = body if unroll == 1 else UnrolledLayer(body, unroll)
     body = body if num_slices == 1 else SlicedLayer(body, num_slices)
     return runner.run(path, body, x, (params, extra, caches))
@@ -296,13 +290,13 @@ def check_unroll(where: str, unroll: Any) -> None:
         check_positive_int(where, "the number of layers in an iteration", unroll=unroll)
 
 
-def _in_context(layer: Callable[..., Any], stack_path: str, runner: LayerRunner, is_outside: bool) -> Layer:
-    """Return the layer as a function of (x, inputs), with the weights of the runner and the step's remat policy."""
+def _in_context(layer: Callable[..., Any], runner: LayerRunner, is_outside: bool) -> Layer:
+    """Return the layer as a function of (x, inputs), with the step's remat policy."""
 
     def body(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
-        shards, *optional = inputs
+        weights, *optional = inputs
         with _OUTSIDE_LOOP.set(True) if is_outside else contextlib.nullcontext():
-            return layer(x, runner.weights(stack_path, shards), *(tree for tree in optional if tree is not None))
+            return layer(x, weights, *(tree for tree in optional if tree is not None))
 
     context = NUMERICS.value
     if context is None:
@@ -328,9 +322,9 @@ class UnrolledLayer:
         return self.layer(x, inputs)
 
 
-def is_unrolled(layer: Layer) -> bool:
-    """Return whether several layers run in each iteration."""
-    return isinstance(layer.layer if isinstance(layer, SlicedLayer) else layer, UnrolledLayer)
+def unroll_of(layer: Layer) -> int:
+    """Return the number of layers in an iteration."""
+    return layer.unroll if isinstance(layer, UnrolledLayer) else 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -368,8 +362,7 @@ def scanned(layer: Layer, x: PyTree, inputs: PyTree, *, with_caches: bool = Fals
             check_alike("a layer", x, y)
         return y, (cache, aux)
 
-    unroll = layer.unroll if isinstance(layer, UnrolledLayer) else unroll
-    x, (caches, aux) = jax.lax.scan(step, x, inputs, unroll=unroll)
+    x, (caches, aux) = jax.lax.scan(step, x, inputs, unroll=max(unroll, unroll_of(layer)))
     out = (x, caches) if with_caches else x
     return out if aux is None else (out, Aux(aux.loss.sum(0), aux.metrics))
 

@@ -79,6 +79,18 @@ class StageUses:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerGather:
+    """How an engine gathers the weights of stacked layers (`fsdp`). By default, XLA gathers them."""
+
+    formats: Quantize | None = None
+    """Formats in which kernels of the engine send weights and gradients; None if XLA sends them."""
+    ahead: int = 0
+    """Number of layers whose weights are gathered in advance."""
+    keep: int = 0
+    """Number of last layers whose gathered weights are kept for the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a gradient engine executes a step, with all options resolved.
 
@@ -119,10 +131,8 @@ class Execution:
     deferred_axes: tuple[str, ...] = ()
     """Axes over which gradients are reduced once, after the last micro-step. Each micro-step reduces them over the
     other batch axes."""
-    layers_ahead: int = 0
-    """Number of layers whose weights are gathered in advance."""
-    formats: Quantize | None = None
-    """Formats in which kernels of the engine send weights and gradients; None if XLA sends them."""
+    gathering: LayerGather = LayerGather()
+    """How the weights of stacked layers are gathered."""
     exchanges_rows: bool = False
     """True if a kernel sends the embedding rows of the tokens and reduces the gradient of the table."""
 
@@ -198,6 +208,11 @@ class Execution:
         return "\n".join(f"{name}: {value}" for name, value in values if value != getattr(default, name))
 
     @property
+    def formats(self) -> Quantize | None:
+        """Formats in which kernels of the engine send weights and gradients; None if XLA sends them."""
+        return self.gathering.formats
+
+    @property
     def is_pipelined(self) -> bool:
         """True if pipeline stages run the step."""
         return self.pipeline is not None
@@ -250,7 +265,7 @@ class Execution:
 
     def gathered_dtype(self, decision: Decision) -> np.dtype:
         """Return the dtype in which a parameter is gathered: fp8 if the layer that uses it also gathers it."""
-        leaf, ahead = decision.leaf, self.layers_ahead or self.gathers_once or self.is_pipelined
+        leaf, ahead = decision.leaf, self.gathering.ahead or self.gathers_once or self.is_pipelined
         by_kernel = decision.leaf.has("expert")  # the kernel rounds expert weights after gathering them
         if decision.path not in self.low_precision or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
             return self.compute_dtype(decision)

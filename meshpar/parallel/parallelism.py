@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from meshpar.parallel.execution import Execution
+from meshpar.parallel.execution import Execution, LayerGather
 from meshpar.parallel.expected.collective import ExpectedCollective
 from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
@@ -99,6 +99,10 @@ class Parallelism:
     def required_axes(self) -> tuple[RequiredAxis, ...]:
         """Return the mesh axes whose size must be greater than 1."""
         return ()
+
+    def gathering(self) -> LayerGather:
+        """Return how an engine gathers the weights of stacked layers."""
+        return LayerGather()
 
     def expected_collectives(self, step: Execution) -> Iterator[ExpectedCollective]:
         """Yield the activation collectives that XLA inserts for these rules.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshpar.parallel.execution import Execution
+from meshpar.parallel.execution import Execution, LayerGather
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
 from meshpar.parallel.expected.collective import GRADIENTS, RENEWED, WEIGHTS, ExpectedCollective, merged
@@ -22,7 +22,6 @@ from meshpar.sharding.types import MeshLike, axis_sizes
 
 if TYPE_CHECKING:
     from meshpar.parallel.pipeline import Pipeline
-    from meshpar.parallel.quantization import Quantize
 
 BIG_LEAF_BYTES = 2**20
 """Maximum size of a leaf that may be replicated without a rule. Stacked leaves are measured per layer."""
@@ -98,15 +97,15 @@ class Strategy:
         return tuple(required for part in self.components for required in part.required_axes())
 
     @property
-    def quantize(self) -> Quantize | None:
-        """Quantization of sharded parameters and their gradients for communication, or None."""
-        values = (getattr(part, "quantize", None) for part in reversed(self.components))
-        return next((value for value in values if value is not None), None)
+    def gathering(self) -> LayerGather:
+        """How the weights of stacked layers are gathered. A later component overrides settings of earlier ones."""
+        settings = [vars(part.gathering()) for part in self.components]
+        return LayerGather(**{name: value for each in settings for name, value in each.items() if value})
 
     @property
-    def prefetched_axes(self) -> tuple[str, ...]:
-        """Axes over which the next layer's weights are gathered in advance. Empty without prefetching."""
-        part = next((part for part in reversed(self.components) if getattr(part, "prefetch", 0)), None)
+    def gathered_axes(self) -> tuple[str, ...]:
+        """Axes over which the weights of stacked layers are gathered ahead, or kept."""
+        part = next((part for part in reversed(self.components) if part.gathering() != LayerGather()), None)
         return () if part is None else axes_of(part.name, part.axis)  # type: ignore[attr-defined]
 
     @property

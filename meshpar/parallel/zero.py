@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshpar.parallel.execution import Execution
+from meshpar.parallel.execution import Execution, LayerGather
 from meshpar.parallel.parallelism import (
     MIN_SHARDED_BYTES,
     Axes,
@@ -25,7 +25,7 @@ from meshpar.parallel.parallelism import (
 )
 from meshpar.parallel.quantization import Quantize
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.errors import check_choice, check_int, near, problem
+from meshpar.sharding.errors import check_int, near, problem
 from meshpar.sharding.rules import Largest
 
 Stage = Literal["zero1", "zero2", "zero3", "fsdp", "hsdp"]
@@ -42,6 +42,7 @@ class Zero(Parallelism):
     min_bytes: int = MIN_SHARDED_BYTES
     quantize: Quantize | None = None
     prefetch: int = 0
+    keep: int = 0
 
     shards_state = True
     axes = ("fsdp",)
@@ -49,8 +50,11 @@ class Zero(Parallelism):
     def __post_init__(self) -> None:
         axes_of(self.stage, self.axis)
         check_int(f"{self.stage}()", "the minimum size in bytes of a sharded leaf", min_bytes=self.min_bytes)
-        meaning = "the number of layers whose weights are gathered in advance"
-        check_choice(f"{self.stage}()", meaning, (0, 1), prefetch=self.prefetch)
+        for field, meaning in (
+            ("prefetch", "the number of layers whose weights are gathered in advance"),
+            ("keep", "the number of last layers whose gathered weights are kept for the backward pass"),
+        ):
+            check_int(f"{self.stage}()", meaning, **{field: getattr(self, field)})
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -65,6 +69,9 @@ class Zero(Parallelism):
         params = sharded if num_sharded > 2 else replicated
         grads = sharded if num_sharded > 1 else replicated
         return RuleSets(params, grads, sharded, activations(self.stage))
+
+    def gathering(self) -> LayerGather:
+        return LayerGather(formats=self.quantize, ahead=self.prefetch, keep=self.keep)
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
         fix = "use fsdp(), which does the same without replicas"
@@ -146,6 +153,7 @@ def zero3(
     min_bytes: int = MIN_SHARDED_BYTES,
     quantize: str | Mapping[str, object] | Quantize | None = None,
     prefetch: int = 0,
+    keep: int = 0,
 ) -> Strategy:
     """ZeRO-3: shard parameters, gradients and optimizer state over `axis`.
 
@@ -156,7 +164,7 @@ def zero3(
       >>> mp.zero3(axis=("data", "fsdp")).params
       Rules(embed=('data', 'fsdp'))
     """
-    return _fully_sharded("zero3", axis, min_bytes, quantize, prefetch)
+    return _fully_sharded("zero3", axis, min_bytes, quantize, prefetch, keep)
 
 
 @preset
@@ -166,6 +174,7 @@ def fsdp(
     min_bytes: int = MIN_SHARDED_BYTES,
     quantize: str | Mapping[str, object] | Quantize | None = None,
     prefetch: int = 0,
+    keep: int = 0,
 ) -> Strategy:
     """Fully sharded data parallelism: shard parameters, gradients and optimizer state over `axis`.
 
@@ -182,10 +191,11 @@ def fsdp(
         Weights with at least two dims are gathered with one byte per element, and so are their gradients. The loss
         function then receives the local batch, as with `train_step(reduce_gradients="once")`. `eval_step` gathers
         weights without quantization.
-      prefetch: 1 gathers the weights of the next `mp.scan_layers` layer while the current layer computes, forward and
-        backward. One additional layer of unsharded weights is in memory. On GPUs, set
-        `xla_gpu_all_gather_combine_threshold_bytes` to the size of a layer's weights: XLA may start separate gathers
-        too late. 0 gathers weights when they are used.
+      prefetch: number of `mp.scan_layers` layers whose weights are gathered in advance, while earlier layers compute,
+        forward and backward. That many additional layers of unsharded weights are in memory. With 0, weights are
+        gathered when they are used. With `train_step(reduce_gradients="once")`, all layers are gathered in advance.
+      keep: number of last `mp.scan_layers` layers whose gathered weights are kept in memory for the backward pass,
+        which otherwise gathers them again. The last `prefetch` layers are always kept.
 
     Raises:
       MeshparError: an argument is invalid.
@@ -194,7 +204,7 @@ def fsdp(
       >>> mp.fsdp(axis="data", quantize="int8")
       fsdp(axis='data', quantize='int8')
     """
-    return _fully_sharded("fsdp", axis, min_bytes, quantize, prefetch)
+    return _fully_sharded("fsdp", axis, min_bytes, quantize, prefetch, keep)
 
 
 @preset
@@ -204,6 +214,7 @@ def hsdp(
     min_bytes: int = MIN_SHARDED_BYTES,
     quantize: str | Mapping[str, object] | Quantize | None = None,
     prefetch: int = 0,
+    keep: int = 0,
 ) -> Strategy:
     """Hybrid sharded data parallelism: `fsdp` over `axis`, replicated over `data` (Zhao et al. 2023).
 
@@ -216,12 +227,12 @@ def hsdp(
       >>> mp.hsdp().params, mp.hsdp().required_axes[0].axis
       (Rules(embed='fsdp'), 'data')
     """
-    return _fully_sharded("hsdp", axis, min_bytes, quantize, prefetch)
+    return _fully_sharded("hsdp", axis, min_bytes, quantize, prefetch, keep)
 
 
-def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any, prefetch: int) -> Strategy:
+def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any, prefetch: int, keep: int) -> Strategy:
     quantization = _quantize_of(stage, axes_of(stage, axis), quantize)
-    return Strategy((Zero(stage, axis, min_bytes, quantization, prefetch),))
+    return Strategy((Zero(stage, axis, min_bytes, quantization, prefetch, keep),))
 
 
 def _quantize_of(

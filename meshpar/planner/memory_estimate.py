@@ -49,7 +49,7 @@ class MemoryEstimate(Plain):
     state_bytes: int
     batch_bytes: int
     kept_bytes: int
-    """Saved activations; with stages, of all microbatches in flight."""
+    """Saved activations, with stages of all microbatches in flight, and gathered weights of further layers."""
     gradients_bytes: int
     """Gradients accumulated over micro-steps or microbatches, and the layers' gradients of a micro-step."""
     copies_bytes: int
@@ -79,23 +79,23 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     examples = step.examples
     saved = int(examples * sum(nbytes for nbytes, array in _saved(placed, step.remat) if array.layers))
     # Without remat, a layer with prefetched weights recomputes the activations of its MLP.
-    policy = "stages" if step.layers_ahead and step.remat is None else None
+    policy = "stages" if step.gathering.ahead and step.remat is None else None
     per_layer = [(nbytes / array.layers, array) for nbytes, array in _saved(placed, policy) if array.layers]
     recomputed = int(examples * sum(nbytes for nbytes, array in per_layer if not array.is_routed))
     # The number of tokens per micro-step decides whether rows of the table are exchanged.
-    key = step.micro_steps > 1, step.layers_ahead, step.exchanges_rows, step.batch_slices
+    key = step.micro_steps > 1, step.gathering, step.exchanges_rows, step.batch_slices
     weights = placed.once(key, lambda: _weight_bytes(placed, step))
     logits, fresh = _logits_bytes(placed, examples), max(recomputed - saved // work.num_layers, 0)
-    is_twice = step.layers_ahead and step.remat is not None
+    is_twice = step.gathering.ahead and step.remat is not None
     live = 2 * fresh // step.batch_slices if is_twice else fresh
-    head = logits + weights.head + weights.table + fresh * bool(step.layers_ahead)
+    head = logits + weights.head + weights.table + fresh * bool(step.gathering.ahead)
     layer = weights.layer + weights.table + live + logits * (not weights.gathers_head)
     layer += _routed_bytes(placed, step, examples)
     layer += int(examples * work.scores_bytes) // step.num_shards({*step.tensor_axes, *step.context_axes})
     residual = examples * placed.once("residual", lambda: residual_row_bytes(placed))
     if step.tensor_axes:
         layer += int(residual * (MEMORY.partial_sums + MEMORY.gathered * bool(step.sequence_axes)))
-    if step.sequence_axes and step.layers_ahead and step.batch_slices > 1:
+    if step.sequence_axes and step.gathering.ahead and step.batch_slices > 1:
         head += int(MEMORY.recomputed * residual * 2 / step.batch_slices)
     small = residual / work.compute_itemsize
     partial_sums = 8 * MEMORY.split_parts * int(max(weights.small, small if small <= MEMORY.most_split else 0))
@@ -112,7 +112,8 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
                 layer += _reduce_itemsize(placed) * (weight.leaf.size // shards)
         head = max(2 * logits, logits + weights.head)
     return MemoryEstimate(
-        state_bytes=placed.state_bytes, batch_bytes=work.batch_bytes // placed.batch_shards, kept_bytes=saved,
+        state_bytes=placed.state_bytes, batch_bytes=work.batch_bytes // placed.batch_shards,
+        kept_bytes=saved + weights.kept,
         gradients_bytes=weights.sums, copies_bytes=weights.copies, head_bytes=head, layer_bytes=layer + partial_sums,
     )  # fmt: skip
 
@@ -138,6 +139,8 @@ class _WeightBytes(NamedTuple):
     """Gathered weights of a layer, and its gradients before the reduce-scatter."""
     head: int
     """Gradient of the head before the reduce-scatter, and the gathered head."""
+    kept: int
+    """Gathered weights of further layers, which are gathered ahead or kept."""
     table: int
     """Full gradient of the embedding table."""
     gathers_head: bool
@@ -173,13 +176,15 @@ def _weight_bytes(placed: Placed, step: Execution) -> _WeightBytes:
     sizes = [layer_elements(step, weight.decision, gather_axes(step, weight)) for weight in layers]
     # Gathered weights and full gradients that exist at once; see the module's docstring.
     gathered_sizes = [size for size, weight in zip(sizes, layers, strict=True) if gather_axes(step, weight)]
-    if step.layers_ahead:
+    if step.gathering.ahead:
         layer = (itemsize + (1 + step.batch_slices) * reduce_itemsize) * sum(gathered_sizes)
     else:
         largest = max(gathered_sizes, default=0)
         layer = 2 * itemsize * sum(gathered_sizes) + step.batch_slices * reduce_itemsize * largest
+    num_kept = min(max(step.gathering.ahead, step.gathering.keep), placed.workload.num_layers)
+    kept = (num_kept - min(step.gathering.ahead, 1)) * itemsize * sum(gathered_sizes)
     return _WeightBytes(
-        sums=_sums(placed, step), copies=copies, layer=layer, head=head,
+        sums=_sums(placed, step), copies=copies, layer=layer, kept=kept, head=head,
         table=0 if has_no_table else reduce_itemsize * elements(tables), gathers_head=bool(gathered),
         small=max((size for size in sizes if size <= MEMORY.most_split), default=0),
     )  # fmt: skip

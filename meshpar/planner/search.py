@@ -282,7 +282,7 @@ class Search:
         if placed.strategy.pipeline is not None:
             moved_sums, fill, *_ = np.array([_ScheduleEstimate.of(each) for each in pipelines if each is not None]).T
             compute_s = (compute_s + moved_sums * sums / self.cluster.memory_bytes_per_s) * fill
-        prefetched = [bool(strategy.prefetched_axes) for _, strategy in members]
+        prefetched = [strategy.gathering.ahead > 0 for _, strategy in members]
         hidden = np.array([hidden_of_weights(step, is_ahead=is_ahead) for is_ahead in prefetched])
         cover = np.array([STEP.cover_prefetched if is_ahead else STEP.cover for is_ahead in prefetched])
         microbatches = np.array([1 if each is None else each.microbatches for each in pipelines])
@@ -383,8 +383,8 @@ class Search:
             is_node_first=work.nodes_visited is not None,
         )  # fmt: skip
         for strategy in candidates(space):
-            divides = strategy.pipeline is not None or strategy.quantize is not None
-            if (work.is_divisible or not divides) and not (work.is_unrolled and strategy.prefetched_axes):
+            divides = strategy.pipeline is not None or strategy.gathering.formats is not None
+            if work.is_divisible or not divides:
                 yield strategy
 
     def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Candidate]:

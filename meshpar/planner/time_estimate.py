@@ -250,7 +250,7 @@ class Clock:
             in_layers = not layers.keys().isdisjoint(expected.tensors)
             fraction = fraction * ran if in_layers and not expected.is_param else fraction
             for kind, axes, nbytes, count in _messages(step, expected):
-                is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.layers_ahead)
+                is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.gathering.ahead)
                 if pipeline is not None and is_uniform and expected.role == GRADIENTS and not in_layers:
                     # All stages compute gradients of the embedding and the head.
                     kind, axes = "all-reduce", step.ordered({*axes, pipeline.axis})
@@ -280,7 +280,7 @@ class Clock:
         moved += STEP.shared_sent_passes * buffers * self.cluster.is_shared
         memory_s = moved / self.cluster.memory_bytes_per_s
         # Messages can only overlap with as much compute as there is.
-        cover_s = (STEP.cover_prefetched if step.layers_ahead else STEP.cover) * (compute_s + memory_s)
+        cover_s = (STEP.cover_prefetched if step.gathering.ahead else STEP.cover) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.0 if self.cluster.is_shared else STEP.crowded_overlap if self.is_crowded(memory) else 1.0
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
@@ -478,7 +478,7 @@ def _hidden(step: Execution, expected: ExpectedCollective, *, independent: float
     if expected.role in (WEIGHTS, GRADIENTS) and (expected.scattered or expected.kind == "gather"):
         # Gradients of a batch slice are reduced while the next slice computes.
         is_overlapped = expected.role == WEIGHTS or step.batch_slices > 1
-        return hidden_of_weights(step, is_ahead=step.layers_ahead > 0 and expected.stack > 1 and is_overlapped)
+        return hidden_of_weights(step, is_ahead=step.gathering.ahead > 0 and expected.stack > 1 and is_overlapped)
     base = STEP.hidden["exchange" if expected.kind == "exchange" else "other"]
     return base if expected.role in (WEIGHTS, GRADIENTS) else base + independent * (STEP.hidden["interleaved"] - base)
 

@@ -30,7 +30,7 @@ from meshpar.layers.auxiliary import checked
 from meshpar.layers.losses import LossTerms, ScalarLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics, products
 from meshpar.layers.remat import REMAT_POLICIES
-from meshpar.layers.scan import Layer, StageRunner, is_unrolled, running, scanned
+from meshpar.layers.scan import Layer, StageRunner, running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.grouped import COUNTED, choose_grouped_matmul
@@ -130,8 +130,6 @@ class Workload:
     """Saved activations by policy. The key `stages` is for layers that are run by pipeline stages, without a policy."""
     runs_layers: bool
     """Whether the model uses `scan_layers`, which rematerialization and batch slices require."""
-    is_unrolled: bool
-    """Whether `scan_layers` runs several layers in an iteration, which prefetch does not support."""
     looks_up: bool
     """Whether the model uses `models.embedding_lookup`."""
     experts_per_token: int
@@ -280,7 +278,7 @@ def describe(
         scores_bytes=products.largest_bytes / marker, model_flops=3 * forward,
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker,
         activations=activations,
-        runs_layers=bool(stacks), is_unrolled=any(map(is_unrolled, stacks)),
+        runs_layers=bool(stacks),
         looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
         vocab_chunk=vocab_chunk, nodes_visited=nodes_visited, row_bytes=row_bytes,
         replicated_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,

@@ -17,9 +17,10 @@ from jax.extend import core
 
 from meshpar.hardware.clusters import Cluster
 from meshpar.inspect.memory import smaller_strategies
-from meshpar.layers.remat import ATTENTION, MATMUL, SECOND_SHARD, checkpoint_name_of, named_in, saved_names
+from meshpar.layers.remat import ATTENTION, MATMUL, checkpoint_name_of, named_in, saved_names
 from meshpar.parallel import Strategy, parse_strategy
 from meshpar.parallel.execution import Execution
+from meshpar.parallel.zero import Zero
 from meshpar.planner.plan import Plans, plan
 from meshpar.runs.recipe import Recipe, build_model, build_optimizer
 from meshpar.sharding.errors import MeshparError
@@ -163,7 +164,7 @@ def named_bytes(jaxpr: core.ClosedJaxpr) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for eqn, _ in equations(jaxpr):
         name = checkpoint_name_of(eqn.primitive, eqn.params)
-        if name not in (None, MATMUL, SECOND_SHARD):
+        if name not in (None, MATMUL):
             aval = eqn.outvars[0].aval
             nbytes = int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
             sizes[name] = max(nbytes, sizes.get(name, 0))
@@ -172,12 +173,13 @@ def named_bytes(jaxpr: core.ClosedJaxpr) -> dict[str, int]:
 
 def _strategies(setup: Setup, execution: Execution) -> dict[str, list[Strategy]]:
     strategy = setup.strategy
-    changed: dict[str, Any] = {"prefetch": 0}
-    parts = [dataclasses.replace(p, **changed) if getattr(p, "prefetch", 0) else p for p in strategy.components]
+    changed: dict[str, Any] = {"prefetch": 0, "keep": 0}
+    parts = [dataclasses.replace(p, **changed) if isinstance(p, Zero) else p for p in strategy.components]
+    without = dataclasses.replace(strategy, components=tuple(parts))
     return {
         "more sharded state": smaller_strategies(setup, execution, state=True),
         "microbatches": smaller_strategies(setup, execution, state=False),
-        "no prefetch": [dataclasses.replace(strategy, components=tuple(parts))] if strategy.prefetched_axes else [],
+        "no prefetch": [without] if without != strategy else [],
     }
 
 

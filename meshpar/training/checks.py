@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.layers.precision import Numerics, Precision, check_bits
-from meshpar.layers.remat import MATMUL, SECOND_SHARD, named_in
+from meshpar.layers.remat import MATMUL, named_in
 from meshpar.layers.scan import is_partial_trace
 from meshpar.sharding.activations import check_rules_matched
 from meshpar.sharding.context import Boundaries, ambient, auto_sizes
@@ -32,7 +32,7 @@ def check_parameters(setup: Setup, precision: Precision) -> None:
         if leaf.is_trained and precision.compute is None:
             check_not_float16(f"train_step, parameter `{leaf.path}`", leaf.dtype)
         is_other = precision.params is not None and leaf.dtype != jnp.dtype(precision.params)
-        is_quantized, is_exact = setup.strategy.quantize is not None, not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        is_quantized, is_exact = bool(setup.strategy.gathering.formats), not jnp.issubdtype(leaf.dtype, jnp.inexact)
         check_cases(
             f"train_step, parameter `{leaf.path}` of dtype {leaf.dtype.name}", "train it", "wrong-dtype",
             (is_other and jnp.issubdtype(leaf.dtype, jnp.floating), "init_state was called with a different precision",
@@ -59,7 +59,11 @@ def check_precision_rules(setup: Setup, precision: Precision) -> None:
         reason = f"it must be wider than train_step(precision=Precision(compute={compute!r}))"
         fix = 'use compute="bfloat16" and a wider rule, or remove the rule'
         check_cases(where, requested, "wrong-dtype", (not is_wider, reason, fix))
-        case = strategy.quantize is not None, f"{strategy.label} gathers all weights in the compute dtype", "remove it"
+        case = (
+            bool(strategy.gathering.formats),
+            f"{strategy.label} gathers all weights in the compute dtype",
+            "remove it",
+        )
         check_cases(where, requested, "conflict", case)
         check_bits(where, rule.value)
 
@@ -89,7 +93,7 @@ def check_layers(setup: Setup, options: StepOptions, context: Numerics) -> None:
     fix = "write a pattern for the full path of a module, or pass dot_general=... to the layers of the model"
     check_cases(where, requested, "unknown-name", (pattern is not None, reason, fix))
     rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
-    marked = sorted(context.names - {MATMUL, SECOND_SHARD})
+    marked = sorted(context.names - {MATMUL})
     reason = f"the layers mark {', '.join(f'`{mark}`' for mark in marked) or 'nothing'}"
     for where, value in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
         for name in () if value is None else named_in(value):

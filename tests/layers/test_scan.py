@@ -11,7 +11,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.layers.precision import numerics
-from meshpar.layers.scan import LayerRunner, StageRunner, running
+from meshpar.layers.scan import StageRunner, running
 from tests.errors import raises
 
 PARAMS = {"w": jnp.asarray([2.0, 3.0, 5.0])}
@@ -34,27 +34,6 @@ def test_scan_layers_returns_caches_and_aux():
     assert float(aux.loss) == sum(values[1:])
     np.testing.assert_array_equal(caches, np.stack([values[:3], CACHES[:, 1]], axis=1))
     np.testing.assert_array_equal(aux.metrics["load"], [1, 1, 1])
-
-
-@pytest.mark.parametrize("remat", [None, "full"])
-def test_scan_layers_gathers_the_parameters_of_each_layer(remat):
-    calls = []
-
-    class Gathering(LayerRunner):
-        regathers = True
-
-        def weights(self, at, shards):
-            calls.append((at, jax.tree.map(jnp.shape, shards)))
-            return jax.tree.map(lambda x: 10 * x, shards)
-
-    def run(params):
-        return mp.scan_layers(lambda x, p, bias: x * p["w"] + bias, 1.0, params, extra=BIAS, path="decoder/layers")
-
-    with numerics(mp.Precision(), remat), running(Gathering()):
-        value, grads = jax.value_and_grad(run)(PARAMS)
-    expected = jax.value_and_grad(lambda w: ((w[0] + 1) * w[1] + 2) * w[2] + 3)(10 * PARAMS["w"])
-    assert set(map(str, calls)) == {str(("decoder/layers", {"w": ()}))}
-    np.testing.assert_allclose((value, *grads["w"]), (expected[0], *10 * expected[1]), rtol=1e-6)
 
 
 def test_scan_layers_requires_layers_to_return_caches():

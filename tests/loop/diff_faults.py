@@ -188,8 +188,8 @@ FAULTS = {
         is_located=False,
     ),
     "weights of the layer before": DiffFault(
-        "strategy", "training.gradients.fsdp_prefetch", "self._gathered(params, index + 1)",
-        "self._gathered(params, index)", "mlp", "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
+        "strategy", "training.gradients.layer_loop", "self._gathered(params, layer + self.ahead)",
+        "self._gathered(params, layer + self.ahead - 1)", "mlp", "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
     ),
     "a different random key on a mesh": DiffFault(
         "strategy", "training.step", "jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)",
@@ -258,7 +258,7 @@ def planted(fault: DiffFault) -> Iterator[tuple[str, range]]:
 
     Yields the file and the lines of the fault.
     """
-    for engine in ("per_device", "xla", "fsdp_prefetch", "stages"):  # a later import would keep the fault
+    for engine in ("layer_loop", "xla", "fsdp", "stages"):  # a later import would keep the fault
         importlib.import_module(f"meshpar.training.gradients.{engine}")
     module = diff_models if fault.module == "model" else importlib.import_module(f"meshpar.{fault.module}")
     file = Path(module.__file__ or "")

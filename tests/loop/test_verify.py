@@ -126,8 +126,8 @@ FAULTS = {
         "data=2; ddp(); accumulate=2, loss=pairs",
     ),
     "weights of a layer before": Fault(
-        "training.gradients.fsdp_prefetch", "self._gathered(params, index + 1)", "self._gathered(params, index)",
-        "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
+        "training.gradients.layer_loop", "self._gathered(params, layer + self.ahead)",
+        "self._gathered(params, layer + self.ahead - 1)", "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
     ),
     "weights that stay as they were": Fault(
         "training.step", "params = optax.apply_updates(old, updates)",
@@ -157,7 +157,7 @@ def plant(monkeypatch):
     """Run the changed source of a module, and replace its functions in all modules that have imported them."""
 
     def planted(fault):
-        for engine in ("per_device", "xla", "fsdp_prefetch", "stages"):  # a later import would keep the fault
+        for engine in ("layer_loop", "xla", "fsdp", "stages"):  # a later import would keep the fault
             importlib.import_module(f"meshpar.training.gradients.{engine}")
         module = importlib.import_module(f"meshpar.{fault.module}")
         source = Path(module.__file__).read_text()

@@ -144,20 +144,6 @@ def test_gradients_of_the_head_are_broadcast_in_a_round_per_doubling(small, stag
     assert messages == [(rounds, 4 * leaf.size) for leaf in small.leaves if leaf.num_layers == 1]
 
 
-@pytest.mark.parametrize("is_unrolled", [True, False])
-def test_prefetch_is_left_out_for_unrolled_layers(small, is_unrolled):
-    search = Search(dataclasses.replace(small, is_unrolled=is_unrolled), parse_cluster("h100:8x8"))
-    strategies = [one for sizes in search.meshes() for one in search.strategies(sizes)]
-    assert any(one.prefetched_axes for one in strategies) != is_unrolled
-
-
-@pytest.mark.matrix
-def test_plans_of_unrolled_layers_have_no_prefetch():
-    found = mp.plan(dataclasses.replace(CONFIG, unroll=2), tokens(16, 64), "h100:1x8", top=40)
-    strategies = [plan.layout.strategy for plan in found.plans]
-    assert not any(strategy.prefetched_axes for strategy in strategies)
-
-
 @pytest.mark.parametrize("is_divisible", [True, False])
 def test_stages_are_left_out_for_a_loss_that_combines_examples(small, is_divisible):
     search = Search(dataclasses.replace(small, is_divisible=is_divisible), parse_cluster("h100:8x8"))

@@ -10,6 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.parallel.execution import LayerGather
 
 CONFIG = TransformerConfig(
     vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
@@ -33,7 +34,7 @@ def described(strategy, options, **axes):
         (mp.hsdp(), {"data": 2, "fsdp": 4}, {"accumulate": 2}, {"deferred_axes": ("data",), "is_by_device": False}),
         (mp.hsdp(), {"data": 2, "fsdp": 4}, {"accumulate": 2, "reduce_gradients": "each_microbatch"},
          {"deferred_axes": (), "divides_batch": False}),
-        (mp.fsdp(prefetch=1), {"fsdp": 4}, {"batch_slices": 2}, {"layers_ahead": 1, "batch_slices": 2}),
+        (mp.fsdp(prefetch=1), {"fsdp": 4}, {"batch_slices": 2}, {"gathering": LayerGather(ahead=1), "batch_slices": 2}),
         (mp.fsdp(quantize="int8"), {"fsdp": 4}, {}, {"gathers_once": False, "is_by_device": True}),
         (mp.fsdp() | mp.tensor_parallel(sequence=True), {"fsdp": 2, "tensor": 2}, {"remat": "dots"},
          {"tensor_axes": ("tensor",), "sequence_axes": ("tensor",), "remat": "dots", "recomputes": True}),

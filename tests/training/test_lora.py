@@ -114,7 +114,7 @@ def check_gradients(kind: str, mesh: str, strategy: Strategy, options: dict[str,
         report = mp.explain(step, state, BATCH)
         assert report.is_as_expected, str(report)
         sent = {path for line in report.matching.matched if line.role == "gradients" for path in line.tensors}
-        assert sent or strategy.quantize is not None
+        assert sent or strategy.gathering.formats is not None
         assert all(map(of_pair, sent))
     assert {d.path for d in state.table.grads} == {d.path for d in state.table.params if of_pair(d.path)}
     before, merged = jax.tree.map(np.asarray, state.params), jax.tree.map(np.asarray, merged_params(state))

@@ -35,7 +35,7 @@ def expected_collectives(step: Execution) -> Iterator[ExpectedCollective]:
         names = (leaf.names or ())[first:]
         last = first + max(1, names.index("embed") if "embed" in names else 1)
         axes = [set(step.ordered(axes_of_spec(part))) for part in (decision.spec[first:last], decision.spec[last:])]
-        is_gathered = step.layers_ahead or step.gathers_once or step.is_pipelined or step.formats is not None
+        is_gathered = step.gathering.ahead or step.gathers_once or step.is_pipelined or step.formats is not None
         remaining = [part & set(step.tensor_axes) for part in axes] if is_gathered else axes
         yield from _of_columns(step, decision, math.prod(leaf.shape[last:]), *remaining)
         yield from _of_tokens(step, decision, *axes)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec
 
-from meshpar.parallel.execution import Execution, Weight, layer_elements, owned_axes, split_axes
+from meshpar.parallel.execution import Execution, LayerGather, Weight, layer_elements, owned_axes, split_axes
 from meshpar.parallel.expected.collective import GRADIENTS, RENEWED, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.types import PAIR, Decision, Leaf, axes_of_spec
@@ -53,7 +53,8 @@ def _by_use(step: Execution, weight: Weight) -> tuple[tuple[Execution, Weight], 
         return ((step, weight),)
     is_head = step.is_tied or not weight.leaf.is_table
     step = dataclasses.replace(step, is_tied=False, batch_slices=1)  # the loss is not computed in slices
-    lookup, head = (step, weight), (dataclasses.replace(step, layers_ahead=1), _as_chunks(step, weight))
+    ahead = dataclasses.replace(step, gathering=LayerGather(formats=step.formats, ahead=1))
+    lookup, head = (step, weight), (ahead, _as_chunks(step, weight))
     return (*[lookup] * weight.leaf.is_table, *[head] * is_head)
 
 
@@ -134,9 +135,12 @@ def gathered(step: Execution, weight: Weight) -> ExpectedCollective | None:
     minimum = (1 if is_saved else passes) * step.num_exchanges * stack if stack > 1 else 1
     # XLA unrolls a loop over a single layer, but may still gather again for rematerialization.
     maximum = (passes + (step.recomputes and decision.leaf.is_stacked)) * step.num_exchanges * stack
-    if step.layers_ahead and stack > 1:
-        # The backward pass starts with the last layer gathered, and its last iteration has no layer to prefetch.
-        minimum, maximum = max(1, minimum - step.num_exchanges), max(maximum, minimum)
+    ahead, keep = step.gathering.ahead, min(step.gathering.keep, stack)
+    if stack > 1 and (ahead or keep):
+        # The last layers are gathered once. The first iterations of the backward pass gather no layer ahead of them.
+        minimum = max(1, minimum - min(max(ahead, keep), stack) * step.num_exchanges)
+        if keep > ahead:
+            maximum = (passes * stack - keep + ahead) * step.num_exchanges
     return ExpectedCollective(
         role=WEIGHTS, kind="gather", axes=step.ordered(axes), elements=layer_elements(step, decision, axes),
         dtype=step.wire(step.gathered_dtype(decision)), count=(minimum, maximum), tensors=(decision.path,),

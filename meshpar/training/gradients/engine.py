@@ -23,7 +23,7 @@ Gradients = Callable[[Loss, StepOptions, TrainState, PyTree, jax.Array], Microba
 
 
 PLAIN = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize'
-LOCAL = 'stages, prefetch, quantize and reduce_gradients="once" evaluate the model on the local batch of each device'
+LOCAL = 'stages, quantize and reduce_gradients="once" evaluate the model on the local batch of each device'
 
 
 class Feature(enum.Enum):
@@ -37,10 +37,10 @@ class Feature(enum.Enum):
         "quantize", "quantize parameters and gradients",
         "pipelines do not support quantized gathers", "remove quantize from the strategy, or the stages",
     )  # fmt: skip
-    PREFETCH = (
-        "prefetch", "prefetch the weights of the next layer",
-        'stages and reduce_gradients="once" gather the weights of all their layers before the first layer',
-        'remove prefetch, or the stages, and use reduce_gradients="each_microbatch" or "once_across_groups"',
+    LAYER_LOOP = (
+        "prefetch or keep", "gather the weights of each layer ahead of it, or keep them",
+        "stages gather the weights of all their layers before the first microbatch, and keep them",
+        "remove prefetch and keep from the strategy, or the stages",
     )  # fmt: skip
     HOST_OFFLOAD = (
         "remat with `offload:`", "keep the activations of a microbatch in host memory",
@@ -67,8 +67,8 @@ class Feature(enum.Enum):
     LOSS_AT_OTHER_PARAMS = (
         "the optimizer's update",
         "evaluate the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
-        "stages, prefetch, quantize and accumulate evaluate the loss only on parts of the batch",
-        "use accumulate=1 and a strategy without stages, prefetch and quantize, or a different optimizer",
+        "stages, quantize and accumulate evaluate the loss only on parts of the batch",
+        "use accumulate=1 and a strategy without stages and quantize, or a different optimizer",
     )  # fmt: skip
 
 

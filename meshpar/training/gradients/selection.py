@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from meshpar.layers.remat import offloads
 from meshpar.parallel.batch import examples_of
-from meshpar.parallel.execution import Execution
+from meshpar.parallel.execution import Execution, LayerGather
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import replicated
@@ -31,26 +31,18 @@ def engine_of(
         from meshpar.training.gradients import stages
 
         return stages.ENGINE
-    if strategy.group_axes(batch_axes) and options.accumulate > 1:
-        from meshpar.training.gradients import per_device
+    from meshpar.training.gradients import fsdp, xla
 
-        mode = options.reduce_gradients
-        if mode is None and strategy.is_hybrid:
-            features = {*_requested_by(strategy, options), *needed}
-            mode = "once_across_groups" if features <= per_device.ACROSS_GROUPS.supports else None
-        if mode == "once_across_groups":
-            return per_device.ACROSS_GROUPS
-    if batch_axes and (strategy.quantize is not None or options.is_once):
-        from meshpar.training.gradients import per_device
-
-        return per_device.ONCE if options.is_once else per_device.ENGINE
-    if batch_axes and strategy.prefetched_axes:
-        from meshpar.training.gradients import fsdp_prefetch
-
-        return fsdp_prefetch.ENGINE
-    from meshpar.training.gradients import xla
-
-    return xla.ENGINE
+    groups, reduce = strategy.group_axes(batch_axes), options.reduce_gradients if options.accumulate > 1 else None
+    if reduce is None and groups and strategy.is_hybrid and options.accumulate > 1:
+        features = {*_requested_by(strategy, options), *needed}
+        reduce = "once_across_groups" if features <= fsdp.LOCAL else None
+    if reduce == "each_microbatch" or (reduce == "once_across_groups" and not groups):
+        reduce = None
+    is_local = reduce is not None or strategy.gathering.formats is not None
+    if not batch_axes or not (is_local or strategy.gathering != LayerGather()):
+        return xla.ENGINE
+    return fsdp.engine(reduce, is_local)
 
 
 def check_options(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...]) -> None:
@@ -96,9 +88,9 @@ def _check_groups(strategy: Strategy, options: StepOptions, batch_axes: tuple[st
 
 
 def _requested_by(strategy: Strategy, options: StepOptions) -> Iterator[Feature]:
-    if strategy.prefetched_axes:
-        yield Feature.PREFETCH
-    if strategy.quantize is not None:
+    if strategy.gathering.ahead or strategy.gathering.keep:
+        yield Feature.LAYER_LOOP
+    if strategy.gathering.formats is not None:
         yield Feature.QUANTIZE
     if options.accumulate > 1:
         yield Feature.ACCUMULATION

@@ -1,8 +1,9 @@
-"""FSDP with prefetching: values and gradients, memory and collectives, and unsupported combinations."""
+"""The loop over layers: values and gradients, memory and collectives, and unsupported combinations."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import meshpar as mp
 from meshpar.hardware.clusters import parse_cluster
@@ -22,11 +24,14 @@ from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.layers.scan import Aux, scanned
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
-from meshpar.training.gradients.fsdp_prefetch import LayerLayout, prefetched
+from meshpar.parallel.execution import LayerGather
+from meshpar.sharding.adapters.model import OVERWRITTEN
+from meshpar.training.gradients.layer_loop import LayerLayout, looped
 from tests.equal import mesh_of, model_of
 from tests.errors import raises
 from tests.grid import cases
 from tests.models import test_moe as moe
+from tests.training.gradients.test_weight_messages import examples, squares, stacked_model
 
 LAYERS, WIDTH = 3, 8
 
@@ -67,26 +72,30 @@ def value(run, x, weights, shift, number, scale):
     return jnp.sum(y**2) + aux.loss, aux.metrics
 
 
-def run_prefetched(layer, x, inputs):
-    return prefetched(jax.checkpoint(layer, policy=REMAT_POLICIES["full"]), x, inputs, UNSHARDED)
+def run_looped(layer, x, inputs, **gathering):
+    body = jax.checkpoint(layer, policy=REMAT_POLICIES["full"])
+    return looped(body, x, inputs, UNSHARDED, LayerGather(**gathering))
 
 
-def test_prefetched_matches_scanned_in_all_gradients():
+@pytest.mark.parametrize(("ahead", "keep"), [(0, 0), (1, 0), (2, 0), (0, 2), (1, 2), (1, LAYERS), (LAYERS + 1, 0)])
+def test_loop_matches_scan_in_all_gradients(ahead, keep):
+    looped = functools.partial(run_looped, ahead=ahead, keep=keep)
     with jax.enable_x64(True):
         x, weights, (shift, number) = arrays()
         actual, expected = (
             jax.jit(jax.value_and_grad(lambda *args, run=run: value(run, *args), (0, 1, 2, 4), has_aux=True))(
                 x, weights, shift, number, 1.5
             )
-            for run in (run_prefetched, lambda layer, x, inputs: scanned(layer, x, (*inputs, None)))
+            for run in (looped, lambda layer, x, inputs: scanned(layer, x, (*inputs, None)))
         )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), actual, expected)
 
 
-def test_prefetched_saves_no_weights():
+def test_loop_saves_no_weights():
     """The forward scan, over all layers but the last, stacks the inputs of the layers and no gathered weights."""
+    run_ahead = functools.partial(run_looped, ahead=1)
     x, weights, (shift, number) = arrays()
-    jaxpr = jax.make_jaxpr(jax.grad(lambda *args: value(run_prefetched, *args)[0], 1))(x, weights, shift, number, 1.5)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *args: value(run_ahead, *args)[0], 1))(x, weights, shift, number, 1.5)
     forward, backward = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     stacked = [var.aval.shape for var in forward.outvars]
     assert (LAYERS - 1, *x.shape) in stacked
@@ -206,18 +215,93 @@ def test_gathers_overlap_with_a_layer(pod):
     assert [one.cover for one in gathers] == ["matmul", "matmul"]
 
 
+# ---- Features that need the global batch -----------------------------------------------------------------------------
+
+EXACT = "quantize={'weights': None, 'gradients': None, 'secondary': 'fsdp'}"
+DENSE = nn.Dense(16, dot_general_cls=nn.Fp8DotGeneral)
+ROWS = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+class Delayed(nn.Module):
+    """Stacked layers with delayed scaling."""
+
+    @nn.compact
+    def __call__(self, x):
+        def stacked(collection):
+            keys = jax.random.split(jax.random.key(0), 3)
+            return lambda *_: jax.vmap(lambda key: DENSE.init(key, x[:1])[collection])(keys)
+
+        def layer(x, weights, scales):
+            return x + DENSE.apply({"params": weights, OVERWRITTEN: scales}, x)
+
+        scales = self.variable(OVERWRITTEN, "layers", stacked(OVERWRITTEN)).value
+        return mp.scan_layers(layer, x, self.param("layers", stacked("params")), extra=scales)
+
+
+def after_three_steps(tx, settings):
+    strategy = parse_strategy(f"fsdp(min_bytes=0, {settings})") | mp.Rules(inputs={"table": mp.replicated})
+    mesh = mp.MeshSpec(fsdp=8).build()
+    state = mp.init_state(mp.from_linen(Delayed(), ROWS), tx, mesh=mesh, strategy=strategy, key=0)
+    step = mp.train_step(lambda model, batch, key: (jnp.mean((model(batch["x"]) - batch["table"]) ** 2), {}))
+    for factor in (1.0, 3.0, 0.5):
+        state, metrics = step(state, {"x": ROWS * factor, "table": np.arange(16, dtype=np.float32)})
+    return jax.device_get((state.params, state.extra, metrics["loss"]))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("make", [lambda: optax.adam(1e-2), optax.lbfgs], ids=["adam", "lbfgs"])
+@pytest.mark.parametrize("settings", ["prefetch=1", "keep=2"])
+def test_loop_keeps_delayed_scales_replicated_inputs_and_line_searches(make, settings):
+    found, expected = (after_three_steps(make(), each) for each in (settings, "prefetch=0"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, expected)
+
+
+def after_a_step(model, mesh, strategy):
+    parsed, built = parse_strategy(strategy), mesh_of(mesh)
+    state = mp.init_state(model, optax.sgd(1.0), mesh=built, strategy=parsed, key=0)
+    state, metrics = mp.train_step(squares)(state, mp.shard_batch(examples(), built, parsed))
+    return jax.device_get((state.params, metrics))
+
+
+@functools.cache
+def after_a_step_on_one_device():
+    return after_a_step(stacked_model(), mp.MeshSpec(), "ddp()")
+
+
+@pytest.mark.parametrize("settings", cases("prefetch=1", grid=["prefetch=1", "keep=2", "prefetch=2, keep=3"]))
+def test_loop_runs_on_explicit_axes(settings):
+    mesh = mp.MeshSpec(fsdp=8, axis_types="explicit")
+    found = after_a_step(mp.explicit(stacked_model()), mesh, f"fsdp(min_bytes=0, {settings})")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, after_a_step_on_one_device()
+    )
+
+
+@pytest.mark.parametrize(
+    ("unroll", "settings"), cases((2, "prefetch=1"), grid=itertools.product([2, True], ["prefetch=1", "keep=2", EXACT]))
+)
+def test_unrolled_layers_have_the_same_gradients(unroll, settings):
+    model = stacked_model(functools.partial(mp.scan_layers, unroll=unroll))
+    found = after_a_step(model, mp.MeshSpec(data=2, fsdp=4), f"fsdp(axis=('data', 'fsdp'), min_bytes=0, {settings})")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, after_a_step_on_one_device()
+    )
+
+
 # ---- Unsupported combinations ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (lambda: mp.fsdp(prefetch=2), "unknown-choice"),
-        (lambda: mp.zero3(prefetch=1.0), "unknown-choice"),
-        (lambda: mp.hsdp(prefetch=True), "unknown-choice"),
+        (lambda: mp.fsdp(prefetch=-1), "not-an-int"),
+        (lambda: mp.zero3(prefetch=1.0), "not-an-int"),
+        (lambda: mp.hsdp(prefetch=True), "not-an-int"),
+        (lambda: mp.fsdp(keep=-1), "not-an-int"),
+        (lambda: mp.fsdp(keep="2"), "not-an-int"),
     ],
 )
-def test_strategy_refuses_invalid_prefetch(make, code):
+def test_strategy_refuses_invalid_numbers_of_layers(make, code):
     with raises(code):
         make()
 
@@ -239,20 +323,11 @@ def test_layers_without_weights_use_plain_scan():
     traced(model, strategy, spec, {"x": jax.ShapeDtypeStruct((8,), jnp.float32)}, loss)
 
 
-def test_step_refuses_prefetch_with_other_engines():
-    spec, _, strategy = strategies("fsdp")
-    with raises("unsupported-feature", "prefetch"):
-        traced(CONFIG.build(), strategy, spec, accumulate=2, reduce_gradients="once")
-    staged = strategy | mp.pipeline_parallel(stages=2, microbatches=2)
-    with raises("unsupported-feature", "prefetch"):
+@pytest.mark.parametrize("option", ["prefetch=1", "keep=1"])
+def test_step_refuses_loop_settings_with_stages(option):
+    staged = parse_strategy(f"fsdp({option}) | pipeline_parallel(stages=2, microbatches=2)")
+    with raises("unsupported-feature", "prefetch or keep"):
         traced(CONFIG.build(), staged, mp.MeshSpec(fsdp=4, stage=2))
-
-
-def test_step_refuses_prefetch_with_unrolled_layers():
-    spec, _, strategy = strategies("fsdp")
-    for options in ({}, {"batch_slices": 2}):
-        with raises("unsupported-feature", "scan_layers(unroll=...)"):
-            traced(dataclasses.replace(CONFIG, unroll=2).build(), strategy, spec, **options)
 
 
 def test_step_refuses_prefetch_without_scan_layers():

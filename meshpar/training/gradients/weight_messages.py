@@ -21,18 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
 from meshpar.layers.precision import Precision
-from meshpar.layers.remat import SECOND_SHARD
-from meshpar.layers.scan import LayerRunner, leaf_at
+from meshpar.layers.scan import leaf_at
 from meshpar.parallel import Quantize
+from meshpar.parallel.execution import Execution
 from meshpar.sharding.errors import problem
 from meshpar.sharding.types import PyTree, axis_sizes, path_str, spec_axes
-from meshpar.training.gradients.fsdp_prefetch import LayerLayout, PrefetchRunner
+from meshpar.training.gradients.layer_loop import LayerLayout
 from meshpar.training.state import Setup
 
 
@@ -62,10 +61,10 @@ class _Leaf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedGather:
+class WeightMessages:
     """Gathers weights and scatters gradients inside a `shard_map` over `batch_axes`."""
 
-    quantize: Quantize
+    formats: Quantize
     batch_axes: tuple[str, ...]
     deferred_axes: tuple[str, ...]
     """Batch axes over which gradients are reduced once, after the micro-steps, with `reduce_across`."""
@@ -92,26 +91,24 @@ class QuantizedGather:
         """
         return self._map(lambda leaf, x: x if leaf.per_layer else self._gather(leaf, x, key), params)
 
-    def gather_layer(self, key: jax.Array, stack_path: str, params: PyTree) -> PyTree:
-        """Gather the weights of a layer. The backward pass scatters their gradients.
+    def layout(self, key: jax.Array, stack_path: str) -> LayerLayout:
+        """Return the communication of the weights of a layer.
 
-        The paths of the stacked parameters are `stack_path` and the paths in `params`, after an arbitrary prefix.
+        The paths of the stacked parameters are `stack_path` and the paths in the layer, after an arbitrary prefix.
         """
-
-        return self._map_layer(stack_path, lambda leaf, x: self._gather(leaf, x, key), params)
-
-    def layout(self, key: jax.Array, stack_path: str, is_trained: PyTree) -> LayerLayout:
-        """Return the communication of the weights of a layer, for a loop that gathers them ahead."""
 
         def on_layer(f: Callable[[_Leaf, jax.Array], jax.Array]) -> Callable[[PyTree], PyTree]:
             return functools.partial(self._map_layer, stack_path, f)
 
-        scatter = on_layer(lambda leaf, g: self._scatter(leaf, g, key))
-        if self.quantize.secondary is not None:
-            message = on_layer(lambda leaf, x: self._encode(leaf, x, key))
-            return LayerLayout(on_layer(self._decode), scatter, is_trained, message)
-        gather = on_layer(lambda leaf, x: self._decode(leaf, self._encode(leaf, x, key)))
-        return LayerLayout(gather, scatter, is_trained)
+        encode = on_layer(lambda leaf, x: self._encode(leaf, x, key))
+        decode = on_layer(self._decode)
+        is_saved = self.formats.secondary is not None
+        return LayerLayout(
+            gather=decode if is_saved else lambda shards: decode(encode(shards)),
+            scatter=on_layer(lambda leaf, g: self._scatter(leaf, g, key)),
+            message=encode if is_saved else None,
+            weights=on_layer(lambda leaf, x: self._gather(leaf, x, key)),
+        )
 
     def _map_layer(self, stack_path: str, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
         def of_layer(path: Any, x: jax.Array) -> jax.Array:
@@ -123,8 +120,8 @@ class QuantizedGather:
         return jax.tree_util.tree_map_with_path(of_layer, tree)
 
     @property
-    def per_layer(self) -> list[str]:
-        """Paths of the parameters that `gather_layer` gathers."""
+    def stacks(self) -> list[str]:
+        """Paths of the parameters that are gathered one layer at a time."""
         return [leaf.path for leaf in self.leaves.values() if leaf.per_layer]
 
     def _map(self, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
@@ -136,20 +133,17 @@ class QuantizedGather:
         """Return the full weight. The backward pass sums and scatters its gradient."""
 
         @jax.custom_vjp
-        def gathered(x: jax.Array, message: jax.Array, key: jax.Array) -> jax.Array:
-            return self._decode(leaf, message)
+        def gathered(x: jax.Array, key: jax.Array) -> jax.Array:
+            return self._decode(leaf, self._encode(leaf, x, key))
 
-        def forward(x: jax.Array, message: jax.Array, key: jax.Array) -> Any:
-            return gathered(x, message, key), key
+        def forward(x: jax.Array, key: jax.Array) -> Any:
+            return gathered(x, key), key
 
         def backward(key: jax.Array, g: jax.Array) -> Any:
-            return self._scatter(leaf, g, key).astype(x.dtype), None, None
+            return self._scatter(leaf, g, key).astype(x.dtype), None
 
         gathered.defvjp(forward, backward)
-        message = self._encode(leaf, lax.stop_gradient(x), key)
-        if self._levels(leaf)[1]:
-            message = checkpoint_name(message, SECOND_SHARD)
-        return gathered(x, message, key)
+        return gathered(x, key)
 
     def _encode(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
         """Encode a shard as bytes, and all-gather them between nodes: `[ranks of other axes, nodes, bytes]`."""
@@ -163,7 +157,7 @@ class QuantizedGather:
             if dtype is None:
                 message = lax.bitcast_convert_type(flat, jnp.uint8).reshape(-1)
             else:
-                message = encoded(flat, dtype, self.quantize.block, local_key)
+                message = encoded(flat, dtype, self.formats.block, local_key)
             return (gathered_bytes(message, outer) if outer else message[None])[None]
 
         return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(x, key)
@@ -183,7 +177,7 @@ class QuantizedGather:
                 elements = messages.reshape(*messages.shape[:-1], -1, leaf.compute.itemsize)
                 shards = lax.bitcast_convert_type(elements, leaf.compute)
             else:
-                shards = decoded(messages, num_elements, dtype, self.quantize.block, leaf.compute)
+                shards = decoded(messages, num_elements, dtype, self.formats.block, leaf.compute)
             return _joined(shards.reshape(self._sizes((*inner, *outer)) + local_shape), (*inner, *outer), leaf.batch)
 
         return self._manual(local, PartitionSpec(self.other_axes or None), self._other_spec(leaf), "gather")(
@@ -195,54 +189,49 @@ class QuantizedGather:
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
         kept_axes = {*leaf.gathered_axes, *self.deferred_axes}
         replica_axes = tuple(axis for axis in self.batch_axes if axis not in kept_axes)
-        block = self.quantize.block
 
         def local(g: jax.Array, key: jax.Array) -> jax.Array:
             order = (*outer, *inner)
             shards, shape = _split(g, order, leaf.batch, self._sizes(order))
+            local_key = self._local_key(leaf, key, g, self.batch_axes)
+            keys = (None, None) if local_key is None else jax.random.split(local_key)
             if dtype is None:
                 shards = shards.astype(leaf.reduce)
                 total = lax.psum_scatter(shards, order) if order else shards[0]
-                return (lax.psum(total, replica_axes) if replica_axes else total).reshape(shape)
-            local_key = self._local_key(leaf, key, g, self.batch_axes)
-            keys = (None, None) if local_key is None else jax.random.split(local_key)
-            options: dict[str, Any] = {"dtype": dtype, "block": block}
-            total = scattered_sum(shards, axis=inner, outer=outer or None, key=keys[0], **options)
-            if replica_axes:  # replicas have the slowest links, so their messages are quantized as well
-                total = quantized_all_reduce(total, axis=replica_axes, key=keys[1], **options)
-            return total.reshape(shape)
+            else:
+                block = self.formats.block
+                total = scattered_sum(shards, axis=inner, outer=outer or None, dtype=dtype, block=block, key=keys[0])
+            return self._all_reduced(leaf, total, replica_axes, keys[1]).reshape(shape)
 
         return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key)
 
     def reduce_across(self, grads: PyTree, key: jax.Array) -> PyTree:
         """Sum gradient shards over `deferred_axes`."""
-        axes = self.deferred_axes
 
         def reduce(leaf: _Leaf, g: jax.Array) -> jax.Array:
-            dtype = self._dtypes(leaf)[1]
-
             def local(g: jax.Array, key: jax.Array) -> jax.Array:
-                if dtype is None:
-                    return lax.psum(g, axes)
                 local_key = self._local_key(leaf, key, g, self.batch_axes)
-                total = quantized_all_reduce(
-                    g.reshape(-1), axis=axes, key=local_key, dtype=dtype, block=self.quantize.block
-                )
-                return total.reshape(g.shape)
+                return self._all_reduced(leaf, g.reshape(-1), self.deferred_axes, local_key).reshape(g.shape)
 
             return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key)
 
         return self._map(reduce, grads)
 
+    def _all_reduced(self, leaf: _Leaf, x: jax.Array, axes: tuple[str, ...], key: jax.Array | None) -> jax.Array:
+        """All-reduce a flat shard of a gradient. These axes have the slowest links, so messages are quantized."""
+        if not axes or (dtype := self._dtypes(leaf)[1]) is None:
+            return lax.psum(x, axes) if axes else x
+        return quantized_all_reduce(x, axis=axes, key=key, dtype=dtype, block=self.formats.block)
+
     def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
         """Return the dtypes of messages of the weight and of the gradient. None: not quantized."""
         if leaf.exact or not leaf.gathered_axes:
             return None, None
-        return self.quantize.weights, self.quantize.gradients
+        return self.formats.weights, self.formats.gradients
 
     def _levels(self, leaf: _Leaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the gathered axes in a node and across nodes. Without secondary shards, all are in the first tuple."""
-        secondary = spec_axes(self.quantize.secondary)
+        secondary = spec_axes(self.formats.secondary)
         inner = tuple(axis for axis in leaf.gathered_axes if axis in secondary)
         if not inner:
             return leaf.gathered_axes, ()
@@ -259,7 +248,7 @@ class QuantizedGather:
 
         The values of `x` are hashed into the key, because the layers of a scan and the micro-steps share `key`.
         """
-        if not self.quantize.stochastic or leaf.exact or not leaf.gathered_axes:
+        if not self.formats.stochastic or leaf.exact or not leaf.gathered_axes:
             return None
         bits = lax.bitcast_convert_type(jnp.sum(x.astype(jnp.float32)), jnp.uint32)
         # Odd constants (from the golden ratio and from MurmurHash3) spread small numbers over all bits.
@@ -293,38 +282,10 @@ class QuantizedGather:
         return run
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedRunner(LayerRunner):
-    """Gathers the weights of each layer from quantized shards."""
-
-    quantized: QuantizedGather
-    key: jax.Array
-    """Random bits for stochastic rounding, equal on all ranks."""
-    regathers = True
-
-    def weights(self, stack_path: str, shards: PyTree) -> PyTree:
-        return self.quantized.gather_layer(self.key, stack_path, shards)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedPrefetchRunner(PrefetchRunner):
-    """Gathers the weights of each layer from quantized shards, while the previous layer computes."""
-
-    quantized: QuantizedGather
-    key: jax.Array
-    """Random bits for stochastic rounding, equal on all ranks."""
-
-    def layout(self, stack_path: str, is_trained: PyTree) -> LayerLayout:
-        return self.quantized.layout(self.key, stack_path, is_trained)
-
-
-def make_quantized_gather(
-    setup: Setup, precision: Precision, deferred_axes: tuple[str, ...] = ()
-) -> QuantizedGather | None:
-    """Return the gather of a strategy, or None if it does not quantize."""
-    quantize, batch_axes = setup.strategy.quantize, setup.batch_axes
-    if quantize is None:
-        return None
+def make_messages(setup: Setup, precision: Precision, step: Execution) -> WeightMessages:
+    """Return the messages of a step whose strategy has formats."""
+    formats, batch_axes = step.formats, step.batch_axes
+    assert formats is not None
     sizes = axis_sizes(setup.mesh)
     leaves: dict[str, _Leaf] = {}
     for index, decision in enumerate(setup.table.params):
@@ -351,10 +312,10 @@ def make_quantized_gather(
         where, requested = f"strategy {setup.strategy.label}", "quantize the communication of parameters"
         raise problem(where, requested, reason, fix, code="unused-axis")
     specs = [PartitionSpec(*(dim or None for dim in leaf.batch)) for leaf in leaves.values()]
-    return QuantizedGather(
-        quantize=quantize,
+    return WeightMessages(
+        formats=formats,
         batch_axes=batch_axes,
-        deferred_axes=deferred_axes,
+        deferred_axes=step.deferred_axes,
         other_axes=tuple(axis for axis, size in sizes.items() if size > 1 and axis not in batch_axes),
         sizes=sizes,
         leaves=leaves,

@@ -20,6 +20,8 @@ from meshpar.collectives.quantized import error_bound
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect import census
 from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.moe.layer_config import MoEConfig
+from meshpar.moe.routing import Routing
 from meshpar.parallel import Quantize, parse_strategy
 from meshpar.runs.overrides import override
 from meshpar.runs.recipe_file import load_recipe
@@ -87,7 +89,18 @@ def linear(model, batch, key):
     return mp.MeanLoss(products.sum(), products.size), {}
 
 
+def experts():
+    """Return a decoder with experts, whose loss is a mean over tokens."""
+    moe = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.0, z_weight=0.0)
+    config = TransformerConfig(
+        vocab_size=64, num_layers=LAYERS, embed_dim=WIDTH, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16, moe=moe
+    )
+    tokens = np.random.default_rng(0).integers(0, 64, (BATCH, 9)).astype(np.int32)
+    return config.build(), next_token_loss, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
 MODELS = {
+    "experts": experts,
     "linear": lambda: (linear_model(), linear, examples()),
     "functions": lambda: (stacked_model(), squares, examples()),
 }
@@ -136,7 +149,7 @@ def test_stacked_layers_as_a_single_linen_param(axis, strategy):
         state, first = mp.train_step(loss_fn)(state, examples())
         losses.append([float(first["loss"]), float(first["grad_norm"])])
     # int8 has 127 steps up to the largest absolute value of a block.
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6 if strategy.quantize is None else 1e-2)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6 if strategy.gathering.formats is None else 1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +216,7 @@ def test_devices_with_zero_weight_do_not_spread_nan(mode, quantize, rtol):
 )
 def test_loss_and_gradients_are_within_the_bound(mesh, strategy, options):
     """The loss is linear in the weights, so that errors of weights do not change the gradients."""
-    wire, batch, num_devices = strategy.quantize, examples(), math.prod(mesh.values())
+    wire, batch, num_devices = strategy.gathering.formats, examples(), math.prod(mesh.values())
     metrics, grads, before = one_step(mesh, strategy, model="linear", **options)
     kernel, x, y = before["kernel"], batch["x"], batch["y"]
     slopes = np.einsum("ri,ro->rio", x, y) / 8  # gradient of the loss of each example
@@ -383,22 +396,24 @@ def test_secondary_shards_gather_once_across_nodes(pod):
     ids=str,
 )
 def test_label_parses_to_the_same_strategy(strategy):
-    assert strategy.quantize is not None
+    assert strategy.gathering.formats is not None
     text = strategy.label.partition(" | Rules")[0]
     parsed = parse_strategy(text)
-    assert parsed.quantize == strategy.quantize
+    assert parsed.gathering.formats == strategy.gathering.formats
     assert parsed.label == text
 
 
 def test_later_quantize_overrides():
-    assert (mp.fsdp(quantize="int8") | mp.fsdp(quantize="fp8")).quantize == Quantize(weights="fp8", gradients="fp8")
-    assert (mp.fsdp() | mp.tensor_parallel()).quantize is None
+    assert (mp.fsdp(quantize="int8") | mp.fsdp(quantize="fp8")).gathering.formats == Quantize(
+        weights="fp8", gradients="fp8"
+    )
+    assert (mp.fsdp() | mp.tensor_parallel()).gathering.formats is None
 
 
 def test_recipe_override_sets_quantize():
     recipe = load_recipe(Path(__file__).parents[3] / "recipes" / "gpt_stdlib.py")
     changed = override(recipe, ['strategy=fsdp(quantize="int8") | tensor_parallel()'])
-    assert changed.strategy.quantize == Quantize()
+    assert changed.strategy.gathering.formats == Quantize()
     assert changed.to_json()["strategy"] == "fsdp(quantize='int8') | tensor_parallel()"
 
 

@@ -16,12 +16,13 @@ from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.parallel import parse_strategy
 from tests.grid import cases
-from tests.training.gradients.test_zeropp import one_step
+from tests.training.gradients.test_weight_messages import one_step
 
 MESHES = {
     "fsdp": ({"fsdp": 8}, "fsdp(min_bytes=0{})"),
     "hsdp": ({"data": 2, "fsdp": 4}, "hsdp(min_bytes=0{})"),
     "hsdp|tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, "hsdp(min_bytes=0{}) | tensor_parallel()"),
+    "hsdp|expert": ({"data": 2, "fsdp": 2, "expert": 2}, "hsdp(min_bytes=0{}) | expert_parallel()"),
     "two axes": ({"data": 2, "fsdp": 4}, "zero3(axis=('data', 'fsdp'), min_bytes=0{})"),
 }
 FORMATS = {
@@ -31,46 +32,65 @@ FORMATS = {
     "secondary": ", quantize={'weights': None, 'gradients': None, 'secondary': 'fsdp'}",
     "int8, secondary": ", quantize={'secondary': 'fsdp'}",
 }
+LOOPS = {
+    "at use": "",
+    "ahead": ", prefetch=1",
+    "two ahead": ", prefetch=2",
+    "kept": ", keep=2",
+    "ahead, kept": ", prefetch=1, keep=2",
+    "all ahead": ", prefetch=9",
+}
 REDUCTIONS = {
     "once per step": {},
     "each micro-step": {"accumulate": 2, "reduce_gradients": "each_microbatch"},
     "once across groups": {"accumulate": 2, "reduce_gradients": "once_across_groups"},
+    "once": {"accumulate": 2, "reduce_gradients": "once"},
 }
 EXACT = ("plain", "secondary")
 """Formats without rounding."""
 
 
-def is_valid(mesh: str, wire: str, reduction: str) -> bool:
+def is_valid(mesh: str, wire: str, loop: str, reduction: str) -> bool:
     """Secondary shards need a second axis that shards the parameters, groups an axis that shards none."""
-    return ("secondary" not in wire or mesh == "two axes") and (reduction != "once across groups" or "hsdp" in mesh)
+    has_axes = ("secondary" not in wire or mesh == "two axes") and (reduction != "once across groups" or "hsdp" in mesh)
+    return has_axes and (loop != "at use" or wire in EXACT)
 
 
-GRID = [case for case in itertools.product(MESHES, FORMATS, REDUCTIONS) if is_valid(*case)]
-
-
-def strategy_of(mesh: str, wire: str, prefetch: int) -> mp.Strategy:
-    return parse_strategy(MESHES[mesh][1].format(f"{FORMATS[wire]}, prefetch={prefetch}"))
+GRID = [case for case in itertools.product(MESHES, FORMATS, LOOPS, REDUCTIONS) if is_valid(*case)]
 
 
 @functools.cache
-def on_one_device():
-    return one_step({"data": 1}, mp.ddp())
+def gradients_of(mesh: str, wire: str, loop: str, reduction: str):
+    """Return loss and gradients of a step."""
+    axes, text = MESHES[mesh]
+    model = "experts" if "expert" in mesh else "functions"
+    strategy = parse_strategy(text.format(FORMATS[wire] + LOOPS[loop]))
+    metrics, grads, _ = one_step(axes, strategy, model=model, **REDUCTIONS[reduction])
+    return metrics["loss"], grads
+
+
+@functools.cache
+def on_one_device(model):
+    metrics, grads, _ = one_step({"data": 1}, mp.ddp(), model=model)
+    return metrics["loss"], grads
 
 
 @pytest.mark.parametrize(
-    ("mesh", "wire", "reduction"),
-    cases(("hsdp|tensor", "int8", "once across groups"), ("two axes", "secondary", "each micro-step"), grid=GRID),
-)
-def test_weights_gathered_ahead_have_the_same_values(mesh, wire, reduction):
-    (metrics, ahead, _), (_, plain, _) = (
-        one_step(MESHES[mesh][0], strategy_of(mesh, wire, prefetch), **REDUCTIONS[reduction]) for prefetch in (1, 0)
-    )
-    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(compare, ahead, plain)
+    ("mesh", "wire", "loop", "reduction"),
+    cases(
+        ("hsdp|tensor", "int8", "ahead, kept", "once across groups"),
+        ("two axes", "secondary", "two ahead", "once per step"),
+        grid=GRID,
+    ),
+)  # fmt: skip
+def test_all_settings_have_the_same_gradients(mesh, wire, loop, reduction):
+    """Exact formats equal one device. Other formats equal the same format without layers ahead."""
+    actual = gradients_of(mesh, wire, loop, reduction)
     if wire in EXACT:
-        expected_metrics, expected, _ = on_one_device()
-        jax.tree.map(compare, ahead, expected)
-        np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
+        expected = on_one_device("experts" if "expert" in mesh else "functions")
+    else:
+        expected = gradients_of(mesh, wire, "at use", reduction)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 DECODER = TransformerConfig(
@@ -90,17 +110,15 @@ PROGRAMS = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("loop", ["at use", "ahead", "two ahead", "kept", "ahead, kept"])
 @pytest.mark.parametrize(
-    ("name", "quantize", "prefetch"),
-    [
-        *itertools.product(PROGRAMS, ("int8",), (0, 1)),
-        # XLA:CPU gathers the rows of a lookup over fsdp if tensor shards the table, too.
-        *itertools.product(("hsdp", "hsdp|expert"), (None,), (0, 1)),
-    ],
+    ("name", "wire"),
+    # XLA:CPU gathers the rows of a lookup over fsdp if tensor shards the table, too.
+    [*itertools.product(PROGRAMS, ["int8"]), ("hsdp", "plain"), ("hsdp|expert", "plain")],
 )
-def test_combined_steps_send_only_expected_collectives(name, quantize, prefetch, remat):
+def test_combined_steps_send_only_expected_collectives(name, wire, loop, remat):
     config, mesh, text = PROGRAMS[name]
-    strategy = parse_strategy(text.format(f"min_bytes=0, prefetch={prefetch}, quantize={quantize!r}"))
+    strategy = parse_strategy(text.format("min_bytes=0" + FORMATS[wire] + LOOPS[loop]))
     state = mp.abstract_state(config.build(), optax.adam(1e-3), mesh=mp.MeshSpec(**mesh).build(), strategy=strategy)
     step = mp.train_step(next_token_loss, accumulate=2, remat=remat, reduce_gradients="once_across_groups")
     report = mp.explain(step, state, BATCH)
