@@ -26,6 +26,9 @@ from meshpar.sharding.errors import problem
 from meshpar.sharding.rules import Rules, first, resolve
 from meshpar.sharding.types import Leaf
 
+SHORT_PROMPT = 16
+"""Longest prompt that is processed token by token. Without a second copy of the model, the program compiles faster."""
+
 
 def generate(
     model: Callable[..., Any],
@@ -86,22 +89,30 @@ def generate(
         length = prompt.shape[1] * (1 if config.moe is None else config.moe.chunks)
         dtype = jax.eval_shape(run, jax.ShapeDtypeStruct((prompt.shape[0], length), prompt.dtype)).dtype
 
-        def step(carry: tuple[Array, KVCache], key: jax.Array) -> tuple[tuple[Array, KVCache], Array]:
-            logits_BV, cache = carry
-            token_B = draw(logits_BV, key)
-            logits_B1V, cache = run(token_B[:, None], cache=cache)
-            return (logits_B1V[:, -1], cache), token_B
-
         def continued(tokens_BP: Array, keys: Array) -> Array:
             """Append a token for each key."""
-            cache = empty_cache(config, tokens_BP.shape[0], tokens_BP.shape[1] + len(keys), dtype)
-            logits_BPV, cache = run(tokens_BP, cache=cache)
-            (logits_BV, _), new_NB = lax.scan(step, (logits_BPV[:, -1], cache), keys[:-1])
-            return jnp.concatenate([tokens_BP, new_NB.T, draw(logits_BV, keys[-1])[:, None]], axis=1)
+            num_known, num_positions = tokens_BP.shape[1], tokens_BP.shape[1] + len(keys)
+            cache = empty_cache(config, tokens_BP.shape[0], num_positions, dtype)
+            start_BS = tokens_BP[:, :1]
+            if num_known > SHORT_PROMPT or config.rope_long is not None:
+                logits_BPV, cache = run(tokens_BP, cache=cache)
+                start_BS = jnp.concatenate([tokens_BP, draw(logits_BPV[:, -1], keys[0])[:, None]], axis=1)
+
+            def step(carry: tuple[Array, KVCache], position: Array) -> tuple[tuple[Array, KVCache], Array]:
+                token_B, cache = carry
+                logits_B1V, cache = run(token_B[:, None], cache=cache)
+                drawn_B = draw(logits_B1V[:, -1], keys[jnp.maximum(position - num_known, 0)])
+                known_B = jnp.take(tokens_BP, position, axis=1, mode="clip")
+                next_B = jnp.where(position < num_known, known_B, drawn_B)
+                return (next_B, cache), next_B
+
+            positions = jnp.arange(start_BS.shape[1], num_positions)
+            _, next_NB = lax.scan(step, (start_BS[:, -1], cache), positions)
+            return jnp.concatenate([start_BS, next_NB.T], axis=1)
 
         tokens, keys = prompt.astype(jnp.int32), jax.random.split(key, num_tokens)
         if config.rope_long is not None:
-            # Longer sequences have other rotary factors, so the cache of all their tokens is computed again.
+            # Longer sequences have other rotary factors, so the cache of all their tokens is computed again in a pass.
             num_short = max(config.rope_long.original_seq_len + 1 - prompt.shape[1], 0)
             if 0 < num_short < num_tokens:
                 tokens, keys = continued(tokens, keys[:num_short]), keys[num_short:]

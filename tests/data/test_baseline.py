@@ -71,12 +71,13 @@ def test_baseline_does_not_depend_on_the_dtype(dtype):
     assert score(tokens.astype(dtype), tokens.astype(dtype)) == score(tokens, tokens)
 
 
-@pytest.mark.parametrize("chunk", [7, 59, 10**6])
-def test_baseline_does_not_depend_on_the_chunk_size(monkeypatch, chunk):
+@pytest.mark.parametrize(("chunk", "dense_chunk"), [(7, 7), (59, 7), (10**6, 59)])  # the first uses a sparse matrix
+def test_baseline_does_not_depend_on_the_chunk_size(monkeypatch, chunk, dense_chunk):
     draw = np.random.default_rng(1).integers
     train, valid = draw(0, VOCAB, 100).astype(np.uint8), draw(0, VOCAB, 60).astype(np.uint8)
     expected = score(train, valid)
     monkeypatch.setattr(meshpar.data.baseline, "_CHUNK", chunk)
+    monkeypatch.setattr(meshpar.data.baseline, "_DENSE_CHUNK", dense_chunk)
     assert score(train, valid) == expected
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
+import meshpar.models.sampling
 from meshpar.models import RopeScaling, TransformerConfig, generate
 from meshpar.models.sampling import empty_cache, sample_token
 from meshpar.moe import MoEConfig, Routing
@@ -70,7 +71,10 @@ def sampled(prompt, *, framework="nnx", mesh=None, strategy=None, key=0, **optio
 
 
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
-def test_greedy_with_a_cache_is_argmax_without(framework):
+def test_greedy_with_a_cache_is_argmax_without(monkeypatch, framework):
+    """The prompt is processed in one pass; in the other tests, token by token."""
+    monkeypatch.setattr(meshpar.models.sampling, "SHORT_PROMPT", PROMPT.shape[1] - 1)
+    sampler.cache_clear()
     expected = greedy_by_hand(6)
     found = sampled(PROMPT, framework=framework, num_tokens=6, temperature=0)
     np.testing.assert_array_equal(found, expected)
@@ -91,6 +95,17 @@ def test_samples_depend_on_the_key():
     np.testing.assert_array_equal(*same)
     np.testing.assert_array_equal(same[0][:, :4], PROMPT)
     assert (sampled(PROMPT, num_tokens=8, key=4) != same[0]).any()
+
+
+@pytest.mark.matrix
+def test_samples_do_not_depend_on_the_processing_of_the_prompt(monkeypatch):
+    samples = []
+    for longest in (PROMPT.shape[1], PROMPT.shape[1] - 1):
+        monkeypatch.setattr(meshpar.models.sampling, "SHORT_PROMPT", longest)
+        sampler.cache_clear()
+        samples.append(sampled(PROMPT, num_tokens=8, key=3))
+    np.testing.assert_array_equal(*samples)
+    assert len(np.unique(samples[0])) > 3
 
 
 def draws(temperature, top_k, logits, count=4000, top_p=None):
