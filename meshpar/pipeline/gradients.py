@@ -108,6 +108,7 @@ class StagedRun(StagedModel):
         )
         if device.placement.moves_shards:
             params = params._replace(chunks=self._moved(device.placement.spread, params.chunks, specs.chunks))
+        params = params if self.messages is None else self.messages.gather(params)
         entry_params = self.constrain(params, device.entry_specs)
         totals, grads = jax.shard_map(
             device,
@@ -119,8 +120,7 @@ class StagedRun(StagedModel):
             check_vma=False,
         )(device.plan.columns, entry_params, batch, jax.random.key_data(key), extra)
         with jax.named_scope("reduce_gradients"):
-            chunks = jax.tree.map(lambda g: _summed(g, 0), grads.chunks)
-            other = jax.tree.map(lambda g: _summed(g, 1), grads.embedding_and_head)
+            chunks, other = self._summed(grads) if self.messages is None else self.messages.reduce(grads)
             other = self._over_stages(other, grad_specs.embedding_and_head, device.owners)
             grads = self.constrain(Params(chunks, other), grad_specs)
         if device.placement.moves_shards:
@@ -128,6 +128,11 @@ class StagedRun(StagedModel):
         sums, count = totals.sums, self.schedule.microbatches * math.prod(self.batch_axis_sizes.values())
         loss, grads = jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), (sums.loss, grads))
         return Result(loss, means(sums.metrics, count), means(totals.aux, count)), grads
+
+    def _summed(self, grads: Params) -> Params:
+        """Sum gradients over the batch axes. XLA reduce-scatters them if their sums are sharded."""
+        chunks = jax.tree.map(lambda g: _summed(g, 0), grads.chunks)
+        return Params(chunks, jax.tree.map(lambda g: _summed(g, 1), grads.embedding_and_head))
 
     def _moved(self, move: Callable[[PyTree], PyTree], chunks: PyTree, specs: PyTree) -> PyTree:
         """Move chunks between stages. Each device moves its shards."""
@@ -155,13 +160,12 @@ class StagedRun(StagedModel):
             from_owner = jax.shard_map(
                 lambda x, root=root: broadcast(x[0], axis=self.axis, root=root),
                 mesh=self.mesh,
-                in_specs=P(self.axis),
-                out_specs=P(),
-                axis_names={self.axis},
+                in_specs=P(self.axis, *spec),
+                out_specs=spec,
                 # The result is the same on all stages, but the type system cannot infer it.
                 check_vma=False,
             )
-            out.append(from_owner(with_layout(g, NamedSharding(self.mesh, P(self.axis, *spec)))))
+            out.append(from_owner(g))
         return jax.tree.unflatten(structure, out)
 
 

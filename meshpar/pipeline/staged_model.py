@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
 
-from meshpar.pipeline.stage_program import Functions
+from meshpar.pipeline.stage_program import Functions, Params
 from meshpar.schedules import Schedule
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes
+
+
+class Messages(Protocol):
+    """Messages for weights and gradients of a pipelined model."""
+
+    def gather(self, params: Params) -> Params:
+        """Gather sharded weights over the batch axes."""
+
+    def reduce(self, grads: Params) -> Params:
+        """Sum gradients over the batch axes: chunks `[rank, chunk, ...]`, embedding and head `[stage, rank, ...]`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +40,8 @@ class StagedModel:
     expert_specs: PyTree = None
     """PartitionSpec per leaf of the chunks with the batch axes that shard experts. These weights are not gathered, and
     their gradients are not reduced, over these axes. None: the model has no experts."""
+    messages: Messages | None = None
+    """Gathers weights before the first tick and reduces gradients after the last; None: XLA does."""
     activation_axes: tuple[str, ...] = ()
     """Mesh axes, other than batch axes, that `first` must use to shard the activations."""
 

@@ -132,13 +132,16 @@ def gathered(step: Execution, weight: Weight) -> ExpectedCollective | None:
     # small matrices of a low-rank pair. The backward pass does not use biases.
     passes = 1 if step.gathers_once else 2
     is_saved = decision.leaf.is_router or decision.path.rpartition("/")[2] in (*PAIR, "bias")
-    minimum = (1 if is_saved else passes) * step.num_exchanges * stack if stack > 1 else 1
+    times = 1 if is_saved else passes
+    minimum = times * step.num_exchanges * stack if stack > 1 else 1
     # XLA unrolls a loop over a single layer, but may still gather again for rematerialization.
     maximum = (passes + (step.recomputes and decision.leaf.is_stacked)) * step.num_exchanges * stack
-    ahead, keep = step.gathering.ahead, min(step.gathering.keep, stack)
+    ahead, keep = (min(number, stack) for number in (step.gathering.ahead, step.gathering.keep))
     if stack > 1 and (ahead or keep):
-        # The last layers are gathered once. The first iterations of the backward pass gather no layer ahead of them.
-        minimum = max(1, minimum - min(max(ahead, keep), stack) * step.num_exchanges)
+        # Layers in the loop that gathers again, and in the loop that keeps its weights. XLA removes loops over a single
+        # layer, and may share gathers outside of these loops between both passes and between micro-steps.
+        again, kept = (size if size > 1 else 0 for size in (stack - max(ahead, keep), keep - ahead))
+        minimum = step.num_exchanges * (times * again + kept) + stack - again - kept
         if keep > ahead:
             maximum = (passes * stack - keep + ahead) * step.num_exchanges
     return ExpectedCollective(

@@ -33,10 +33,6 @@ class Feature(enum.Enum):
         "train_step(accumulate=...)", "accumulate gradients over micro-steps",
         "a pipeline already accumulates gradients over its microbatches", "use accumulate=1 and more microbatches",
     )  # fmt: skip
-    QUANTIZE = (
-        "quantize", "quantize parameters and gradients",
-        "pipelines do not support quantized gathers", "remove quantize from the strategy, or the stages",
-    )  # fmt: skip
     LAYER_LOOP = (
         "prefetch or keep", "gather the weights of each layer ahead of it, or keep them",
         "stages gather the weights of all their layers before the first microbatch, and keep them",

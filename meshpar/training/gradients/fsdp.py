@@ -303,5 +303,5 @@ def engine(reduce: ReduceGradients | None, is_local: bool) -> GradientEngine:
     )
 
 
-LOCAL = frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD, Feature.LAYER_LOOP})
+LOCAL = frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD, Feature.LAYER_LOOP})
 """Features of a loss that is evaluated in parts."""

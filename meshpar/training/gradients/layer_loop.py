@@ -152,11 +152,11 @@ class _Part(NamedTuple):
         return jax.tree.map(lambda x: x[self.layers if self.is_loop else self.layers.start], stacked)
 
     def run(self, step: Callable[[Any, Any], Any], carry: Any, inputs: Any, **options: Any) -> Any:
-        """Run `step` as in `lax.scan`."""
+        """Run `step` as in `lax.scan`. The second of its two outputs has no dim for the layer outside of the loops."""
         if self.is_loop:
             return lax.scan(step, carry, inputs, **options)
-        carry, out = step(carry, inputs)
-        return carry, jax.tree.map(lambda x: x[None], out)
+        carry, (out, saved) = step(carry, inputs)
+        return carry, (jax.tree.map(lambda x: x[None], out), saved)
 
 
 @dataclasses.dataclass(eq=False)
@@ -222,11 +222,10 @@ class LayerLoop:
                 dx, dparams, dsmooth, more = self._gradients(
                     part, (dy, dloss), residuals, params, weights, smooth, fixed, consts
                 )
-                return (dx, queue, jax.tree.map(jnp.add, dconsts, more)), (dparams, dsmooth)
+                return (dx, queue, jax.tree.map(jnp.add, dconsts, more)), ((dparams, dsmooth), None)
 
             inputs = part.of((jnp.arange(self.num_layers), dlosses, smooth, fixed))
-            more = (residuals, weights) if part.is_loop else jax.tree.map(lambda x: x[0], (residuals, weights))
-            carry, grad = part.run(step, carry, (*inputs, *more), reverse=True, unroll=self.unroll)
+            carry, (grad, _) = part.run(step, carry, (*inputs, residuals, weights), reverse=True, unroll=self.unroll)
             grads.append(grad)
         dx, _, dconsts = carry
         return (dx, *_joined(grads[::-1]), dconsts, None)

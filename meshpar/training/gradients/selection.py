@@ -90,8 +90,6 @@ def _check_groups(strategy: Strategy, options: StepOptions, batch_axes: tuple[st
 def _requested_by(strategy: Strategy, options: StepOptions) -> Iterator[Feature]:
     if strategy.gathering.ahead or strategy.gathering.keep:
         yield Feature.LAYER_LOOP
-    if strategy.gathering.formats is not None:
-        yield Feature.QUANTIZE
     if options.accumulate > 1:
         yield Feature.ACCUMULATION
     if offloads(options.remat) or any(offloads(rule.value) for rule in strategy.activations.remat):

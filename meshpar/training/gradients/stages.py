@@ -25,7 +25,7 @@ from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, S
 from meshpar.layers.precision import NUMERICS
 from meshpar.layers.scan import Aux, Layer, StageRunner, running, scanned, with_aux
 from meshpar.parallel.batch import check_examples
-from meshpar.parallel.execution import Execution, StageUses
+from meshpar.parallel.execution import Execution, LayerGather, StageUses
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.gradients import LeafUses, StagedRun
 from meshpar.pipeline.jaxpr_slicing import PartialEval, depends, flat_jaxpr
@@ -47,6 +47,7 @@ from meshpar.sharding.types import (
 from meshpar.training.accumulation import compute_params, grad_specs
 from meshpar.training.execution import Sharded, described
 from meshpar.training.gradients.engine import GradientEngine
+from meshpar.training.gradients.stage_messages import StageMessages
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
@@ -79,6 +80,13 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
             reads=dict(zip(layers, uses.reads, strict=True)),
         )
 
+    split, specs = chunked.split(params), chunked.specs(setup.layout.params)
+    owned, messages, step = chunked.expert_specs(setup.layout.params, batch_axes), None, describe(setup, options)
+    if step.formats is not None and batch_axes:
+        leaves = Params(*chunked.partition([decision.leaf for decision in setup.table.params]))
+        messages = StageMessages.of(
+            leaves, split, specs, owned, key, setup=setup, precision=options.precision, step=step
+        )
     run = StagedRun(
         functions=chunked.functions(loss, params, epilogue),
         schedule=schedule,
@@ -87,12 +95,12 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         batch_axes=batch_axes,
         gather=pipeline.gather,
         grad_dtype=options.precision.reduce_dtype,
-        expert_specs=chunked.expert_specs(setup.layout.params, batch_axes),
+        expert_specs=owned,
+        messages=messages,
         activation_axes=_activation_axes(setup),
         record=record,
     )
-    specs, result_specs = chunked.specs(setup.layout.params), chunked.specs(grad_specs(setup, options))
-    split = chunked.split(params)
+    result_specs = chunked.specs(grad_specs(setup, options))
     if not chunked.is_even:
         # XLA lowers each of the two changes of the sharding to an all-to-all. For a single change it would gather the
         # full stacks and select layers.
@@ -496,6 +504,11 @@ def _check(setup: Setup, schedule: Schedule, pipeline: Pipeline) -> None:
         (setup.sizes.get(axis) != schedule.stages, f"the mesh has sizes {setup.sizes}",
          f"write MeshSpec({axis}={schedule.stages}, ...), or change pipeline_parallel(stages=...)"),
     )  # fmt: skip
+    case = (
+        setup.strategy.gathering.formats is not None and pipeline.gather == "microbatch",
+        "stages gather quantized weights once per step, and keep them", 'use gather="step", or remove quantize',
+    )  # fmt: skip
+    check_cases(where, 'quantize the gathers of gather="microbatch"', "conflict", case)
     for path in sorted(setup.model.random_keys()):
         reason = "a random stream of the model would repeat its numbers in all microbatches"
         fix = "draw random numbers from the key that the loss function receives"
@@ -515,7 +528,8 @@ def _activation_axes(setup: Setup) -> tuple[str, ...]:
 
 def describe(setup: Sharded, options: StepOptions) -> Execution:
     """Describe a pipelined step."""
-    return described(setup, options, pipeline=setup.strategy.pipeline, gathers_once=True)
+    gathering = LayerGather(formats=setup.strategy.gathering.formats)
+    return described(setup, options, pipeline=setup.strategy.pipeline, gathers_once=True, gathering=gathering)
 
 
 ENGINE = GradientEngine(gradients, supports=frozenset(), describe=describe, compile_options=compile_options)

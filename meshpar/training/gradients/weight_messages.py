@@ -30,19 +30,23 @@ from meshpar.layers.scan import leaf_at
 from meshpar.parallel import Quantize
 from meshpar.parallel.execution import Execution
 from meshpar.sharding.errors import problem
-from meshpar.sharding.types import PyTree, axis_sizes, path_str, spec_axes
+from meshpar.sharding.types import Leaf, PyTree, axes_of_spec, path_str, spec_axes
 from meshpar.training.gradients.layer_loop import LayerLayout
 from meshpar.training.state import Setup
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class MessageLeaf:
+    """A parameter, as its messages need it."""
+
     path: str
     index: int
     shard: tuple[int, ...]
     """Shape of a shard over the batch axes."""
     batch: tuple[tuple[str, ...], ...]
-    """For each dim, the batch axes that shard it."""
+    """For each dim, the batch axes over which it is gathered."""
+    owned: tuple[tuple[str, ...], ...]
+    """For each dim, the batch axes that shard it also in the layer, such as those that shard experts in stages."""
     others: tuple[tuple[str, ...], ...]
     """For each dim, the other mesh axes that shard it."""
     per_layer: bool
@@ -55,9 +59,46 @@ class _Leaf:
     reduce: Any
     """Dtype in which unquantized gradients are summed."""
 
+    @staticmethod
+    def of(
+        leaf: Leaf, index: int, shape: tuple[int, ...], spec: PartitionSpec, owned: PartitionSpec, *, setup: Setup,
+        precision: Precision,
+    ) -> MessageLeaf:  # fmt: skip
+        """Return a parameter of this shape and sharding. `owned` is the sharding that the layer keeps."""
+        sizes, batch_axes = setup.sizes, setup.batch_axes
+        kept = set(axes_of_spec(owned))
+        padded = [*spec, *[None] * (len(shape) - len(spec))]
+        by_dim = [[axis for axis in spec_axes(entry) if sizes[axis] > 1] for entry in padded]
+        exact, compute = leaf.layer_ndim < 2, jnp.dtype(precision.compute or leaf.dtype)
+        batch = tuple(tuple(axis for axis in dim if axis in batch_axes and axis not in kept) for dim in by_dim)
+        return MessageLeaf(
+            path=leaf.path,
+            index=index,
+            shard=tuple(
+                size // math.prod(sizes[axis] for axis in dim if axis in batch_axes)
+                for size, dim in zip(shape, by_dim, strict=True)
+            ),
+            batch=batch,
+            owned=tuple(tuple(axis for axis in dim if axis in batch_axes and axis in kept) for dim in by_dim),
+            others=tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim),
+            per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
+            exact=exact,
+            compute=compute,
+            reduce=precision.reduce_dtype(compute),
+        )
+
     @property
     def gathered_axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.batch for axis in dim)
+
+    @property
+    def owned_spec(self) -> PartitionSpec:
+        """Spec of the gathered weight over the batch axes."""
+        return PartitionSpec(*(dim or None for dim in self.owned))
+
+    def spec(self) -> PartitionSpec:
+        """Return the spec of the shards over the batch axes."""
+        return PartitionSpec(*((*owned, *batch) or None for owned, batch in zip(self.owned, self.batch, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +112,7 @@ class WeightMessages:
     other_axes: tuple[str, ...]
     """Mesh axes that the `shard_map` leaves to XLA."""
     sizes: Mapping[str, int]
-    leaves: Mapping[str, _Leaf]
+    leaves: Mapping[str, MessageLeaf]
     """Parameters by path."""
     specs: PyTree
     """Specs of the parameters and gradients over the batch axes."""
@@ -97,7 +138,7 @@ class WeightMessages:
         The paths of the stacked parameters are `stack_path` and the paths in the layer, after an arbitrary prefix.
         """
 
-        def on_layer(f: Callable[[_Leaf, jax.Array], jax.Array]) -> Callable[[PyTree], PyTree]:
+        def on_layer(f: Callable[[MessageLeaf, jax.Array], jax.Array]) -> Callable[[PyTree], PyTree]:
             return functools.partial(self._map_layer, stack_path, f)
 
         encode = on_layer(lambda leaf, x: self._encode(leaf, x, key))
@@ -110,11 +151,13 @@ class WeightMessages:
             weights=on_layer(lambda leaf, x: self._gather(leaf, x, key)),
         )
 
-    def _map_layer(self, stack_path: str, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    def _map_layer(self, stack_path: str, f: Callable[[MessageLeaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
         def of_layer(path: Any, x: jax.Array) -> jax.Array:
             name = path_str(path)
             leaf = leaf_at(stack_path, name, self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
-            layer = dataclasses.replace(leaf, batch=leaf.batch[1:], others=leaf.others[1:], shard=leaf.shard[1:])
+            layer = dataclasses.replace(
+                leaf, batch=leaf.batch[1:], owned=leaf.owned[1:], others=leaf.others[1:], shard=leaf.shard[1:]
+            )
             return f(layer, x) if leaf.per_layer else x
 
         return jax.tree_util.tree_map_with_path(of_layer, tree)
@@ -124,12 +167,12 @@ class WeightMessages:
         """Paths of the parameters that are gathered one layer at a time."""
         return [leaf.path for leaf in self.leaves.values() if leaf.per_layer]
 
-    def _map(self, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    def _map(self, f: Callable[[MessageLeaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, x: f(self.leaves[path_str(path)], x), tree)
 
     # -- A parameter --------------------------------------------------------------------------------------------------
 
-    def _gather(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
+    def _gather(self, leaf: MessageLeaf, x: jax.Array, key: jax.Array) -> jax.Array:
         """Return the full weight. The backward pass sums and scatters its gradient."""
 
         @jax.custom_vjp
@@ -145,7 +188,7 @@ class WeightMessages:
         gathered.defvjp(forward, backward)
         return gathered(x, key)
 
-    def _encode(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
+    def _encode(self, leaf: MessageLeaf, x: jax.Array, key: jax.Array) -> jax.Array:
         """Encode a shard as bytes, and all-gather them between nodes: `[ranks of other axes, nodes, bytes]`."""
         if not leaf.gathered_axes:
             return x.astype(leaf.compute)
@@ -162,7 +205,7 @@ class WeightMessages:
 
         return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(x, key)
 
-    def _decode(self, leaf: _Leaf, message: jax.Array) -> jax.Array:
+    def _decode(self, leaf: MessageLeaf, message: jax.Array) -> jax.Array:
         """Gather messages within a node and return the full weight."""
         if not leaf.gathered_axes:
             return message
@@ -184,10 +227,10 @@ class WeightMessages:
             message, None
         )
 
-    def _scatter(self, leaf: _Leaf, g: jax.Array, key: jax.Array) -> jax.Array:
+    def _scatter(self, leaf: MessageLeaf, g: jax.Array, key: jax.Array) -> jax.Array:
         """Sum a full gradient over ranks and return the local shard, in the reduction dtype or float32."""
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
-        kept_axes = {*leaf.gathered_axes, *self.deferred_axes}
+        kept_axes = {*leaf.gathered_axes, *axes_of_spec(leaf.owned_spec), *self.deferred_axes}
         replica_axes = tuple(axis for axis in self.batch_axes if axis not in kept_axes)
 
         def local(g: jax.Array, key: jax.Array) -> jax.Array:
@@ -208,7 +251,7 @@ class WeightMessages:
     def reduce_across(self, grads: PyTree, key: jax.Array) -> PyTree:
         """Sum gradient shards over `deferred_axes`."""
 
-        def reduce(leaf: _Leaf, g: jax.Array) -> jax.Array:
+        def reduce(leaf: MessageLeaf, g: jax.Array) -> jax.Array:
             def local(g: jax.Array, key: jax.Array) -> jax.Array:
                 local_key = self._local_key(leaf, key, g, self.batch_axes)
                 return self._all_reduced(leaf, g.reshape(-1), self.deferred_axes, local_key).reshape(g.shape)
@@ -217,19 +260,19 @@ class WeightMessages:
 
         return self._map(reduce, grads)
 
-    def _all_reduced(self, leaf: _Leaf, x: jax.Array, axes: tuple[str, ...], key: jax.Array | None) -> jax.Array:
+    def _all_reduced(self, leaf: MessageLeaf, x: jax.Array, axes: tuple[str, ...], key: jax.Array | None) -> jax.Array:
         """All-reduce a flat shard of a gradient. These axes have the slowest links, so messages are quantized."""
         if not axes or (dtype := self._dtypes(leaf)[1]) is None:
             return lax.psum(x, axes) if axes else x
         return quantized_all_reduce(x, axis=axes, key=key, dtype=dtype, block=self.formats.block)
 
-    def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
+    def _dtypes(self, leaf: MessageLeaf) -> tuple[str | None, str | None]:
         """Return the dtypes of messages of the weight and of the gradient. None: not quantized."""
         if leaf.exact or not leaf.gathered_axes:
             return None, None
         return self.formats.weights, self.formats.gradients
 
-    def _levels(self, leaf: _Leaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _levels(self, leaf: MessageLeaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the gathered axes in a node and across nodes. Without secondary shards, all are in the first tuple."""
         secondary = spec_axes(self.formats.secondary)
         inner = tuple(axis for axis in leaf.gathered_axes if axis in secondary)
@@ -240,10 +283,10 @@ class WeightMessages:
     def _sizes(self, axes: tuple[str, ...]) -> list[int]:
         return [self.sizes[axis] for axis in axes]
 
-    def _other_spec(self, leaf: _Leaf) -> PartitionSpec:
+    def _other_spec(self, leaf: MessageLeaf) -> PartitionSpec:
         return PartitionSpec(*(dim or None for dim in leaf.others))
 
-    def _local_key(self, leaf: _Leaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
+    def _local_key(self, leaf: MessageLeaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
         """Return a PRNG key for a parameter and rank, or None if rounding is deterministic.
 
         The values of `x` are hashed into the key, because the layers of a scan and the micro-steps share `key`.
@@ -283,43 +326,33 @@ class WeightMessages:
 
 
 def make_messages(setup: Setup, precision: Precision, step: Execution) -> WeightMessages:
-    """Return the messages of a step whose strategy has formats."""
-    formats, batch_axes = step.formats, step.batch_axes
-    assert formats is not None
-    sizes = axis_sizes(setup.mesh)
-    leaves: dict[str, _Leaf] = {}
-    for index, decision in enumerate(setup.table.params):
-        leaf = decision.leaf
-        by_dim = [tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in decision.spec]
-        batch = tuple(tuple(axis for axis in dim if axis in batch_axes) for dim in by_dim)
-        exact, compute = leaf.layer_ndim < 2, jnp.dtype(precision.compute or leaf.dtype)
-        leaves[decision.path] = _Leaf(
-            path=decision.path,
-            index=index,
-            shard=tuple(
-                size // math.prod(sizes[axis] for axis in axes) for size, axes in zip(leaf.shape, batch, strict=True)
-            ),
-            batch=batch,
-            others=tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim),
-            per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
-            exact=exact,
-            compute=compute,
-            reduce=precision.reduce_dtype(compute),
-        )
-    if not any(leaf.gathered_axes for leaf in leaves.values()):
+    """Return the messages of the parameters in a step whose strategy has formats."""
+    options: dict[str, Any] = {"setup": setup, "precision": precision}
+    leaves = [
+        MessageLeaf.of(decision.leaf, index, decision.leaf.shape, decision.spec, PartitionSpec(), **options)
+        for index, decision in enumerate(setup.table.params)
+    ]
+    return messages_of(jax.tree.unflatten(jax.tree.structure(setup.layout.variables.params), leaves), setup, step)
+
+
+def messages_of(leaves: PyTree, setup: Setup, step: Execution) -> WeightMessages:
+    """Return the messages of a pytree of `MessageLeaf`s."""
+    by_path = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(leaves)}
+    batch_axes = step.batch_axes
+    assert step.formats is not None
+    if not any(leaf.gathered_axes for leaf in by_path.values()):
         reason = f"no parameter is sharded over a batch axis ({', '.join(f'`{axis}`' for axis in batch_axes)})"
         fix = "use a size above 1 for the mesh axis that shards the parameters, or remove `quantize`"
         where, requested = f"strategy {setup.strategy.label}", "quantize the communication of parameters"
         raise problem(where, requested, reason, fix, code="unused-axis")
-    specs = [PartitionSpec(*(dim or None for dim in leaf.batch)) for leaf in leaves.values()]
     return WeightMessages(
-        formats=formats,
+        formats=step.formats,
         batch_axes=batch_axes,
         deferred_axes=step.deferred_axes,
-        other_axes=tuple(axis for axis, size in sizes.items() if size > 1 and axis not in batch_axes),
-        sizes=sizes,
-        leaves=leaves,
-        specs=jax.tree.unflatten(jax.tree.structure(setup.layout.variables.params), specs),
+        other_axes=tuple(axis for axis, size in setup.sizes.items() if size > 1 and axis not in batch_axes),
+        sizes=setup.sizes,
+        leaves=by_path,
+        specs=jax.tree.map(MessageLeaf.spec, leaves),
     )
 
 

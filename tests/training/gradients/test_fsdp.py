@@ -66,6 +66,7 @@ def gradients_of(mesh: str, wire: str, loop: str, reduction: str):
     model = "experts" if "expert" in mesh else "functions"
     strategy = parse_strategy(text.format(FORMATS[wire] + LOOPS[loop]))
     metrics, grads, _ = one_step(axes, strategy, model=model, **REDUCTIONS[reduction])
+    jax.clear_caches()  # hundreds of programs
     return metrics["loss"], grads
 
 
