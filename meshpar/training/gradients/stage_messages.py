@@ -1,7 +1,7 @@
 """Quantized messages of pipeline stages: gathers before the first tick, reductions after the last.
 
-Both run in a `shard_map` over the batch axes, outside of that of the stages. The stages receive gathered weights, and
-return a gradient for each rank.
+Both run in a `shard_map` over the batch axes. Between them, the stages receive gathered weights and return a gradient
+for each rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StageMessages:
     setup: Setup
     weights: WeightMessages
     grads: WeightMessages
-    """Messages of gradients. Those of embedding and head have a first dim for the stage that computed them."""
+    """Messages of gradients. Gradients of embedding and head have a first dim for the stage."""
     key: jax.Array
     """Random bits for stochastic rounding."""
 
