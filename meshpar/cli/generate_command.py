@@ -57,7 +57,7 @@ def generate(
     from meshpar.interop.hf import CONFIG
     from meshpar.pod.callback_failures import end_on_callback_failures
     from meshpar.runs.folder import run_folder
-    from meshpar.runs.report import continued
+    from meshpar.runs.sample import continued
     from meshpar.runs.saved_run import SOURCE_FOLDER, opened
 
     end_on_callback_failures()

@@ -1,13 +1,18 @@
-"""Compilation of a program in a thread, while the run prepares its first step."""
+"""Compilation of programs in a thread, while the run prepares its first step and trains."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 import jax
 
 from meshpar.loop.fit import Hook, Run
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class BackgroundCompilation(Hook):
@@ -27,14 +32,44 @@ class BackgroundCompilation(Hook):
             lowered.compile()
             self.compile_s = time.perf_counter() - began
 
-        executor = ThreadPoolExecutor(1, thread_name_prefix="meshpar-compile")
-        self._result = executor.submit(compile_program)
-        executor.shutdown(wait=False)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="meshpar-compile")
+        self._result = self._executor.submit(compile_program)
+        self._during_wait: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """Block until the program is compiled. Raise the error of a failed compilation."""
         self._result.result()
 
+    def during_wait(self, work: Callable[[], None]) -> None:
+        """Do work that the end of the run needs, in the calling thread, while `on_start` waits.
+
+        If the program is compiled before the work begins, the work is left to the code that needs it.
+        """
+        self._during_wait.append(work)
+
+    def then(self, lower: Callable[[], jax.stages.Lowered], call: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        """Lower a further program with `during_wait`, and compile it in the thread after the previous programs.
+
+        Returns:
+          `call`, which runs the program, with a wait for the compilation.
+        """
+        results: list[Future[object]] = []
+        self.during_wait(lambda: results.append(self._executor.submit(lower().compile)))
+
+        def wait_and_call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            for result in results:
+                result.result()
+            return call(*args, **kwargs)
+
+        return wait_and_call
+
     def on_start(self, run: Run) -> None:
         with run.within("compile"):
+            for work in self._during_wait:
+                if self._result.done():
+                    break
+                work()
             self.wait()
+
+    def on_end(self, run: Run, reason: str) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=reason != "done")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import io
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 
 from meshpar.data.mixture import MixedSource
 from meshpar.data.source import Source
-from meshpar.layers.precision import cast_floating
 from meshpar.loop import expert_load as experts
 from meshpar.loop.fit import (
     FitResult,
@@ -29,17 +27,11 @@ from meshpar.moe.load_metrics import Loads
 from meshpar.pod import watchdog as watchdog
 from meshpar.runs.folder import RunFolder
 from meshpar.runs.plain import json_text
-from meshpar.runs.recipe import Recipe, build_model
+from meshpar.runs.recipe import Recipe
 from meshpar.runs.screen import Screen
-from meshpar.sharding.context import use_rules
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import replace_file
-from meshpar.training.eval_params import eval_params
-from meshpar.training.lora import merged_params
 from meshpar.training.state import TrainState
-
-if TYPE_CHECKING:
-    from meshpar.sharding.adapters.model import Model
 
 
 def report(
@@ -51,8 +43,11 @@ def report(
     *,
     steps_taken: int,
     goodput: Goodput,
+    sample: Callable[[TrainState], str] | None,
 ) -> dict[str, Any]:
     """Write summary.json and the plots of a run, print the result, and return the summary.
+
+    `sample` returns a text for the trained state.
 
     Raises:
       ValueError: after a complete report, if lines of metrics.jsonl are missing.
@@ -66,8 +61,8 @@ def report(
         summary["experts"] = experts.worst_layer(loads)
     if done:
         summary |= _compare_with_bigrams(source, summary["validation"])
-        if recipe.sample is not None:
-            summary["sample"] = sample_text(recipe, result.state, source)
+        if sample is not None:
+            summary["sample"] = sample(result.state)
     if jax.process_index() != 0:
         return summary
     if done:
@@ -144,43 +139,10 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
     }
 
 
-def continued(
-    state: TrainState,
-    config: Any,
-    batch: np.typing.ArrayLike,
-    *,
-    num_tokens: int,
-    seed: int,
-    model: Model | None = None,
-    **options: Any,
-) -> list[list[int]]:
-    """Sample continuations of prompts that have the same length. Return token ids, [prompt, position].
-
-    `model` is by default the model of the state. `options` are further arguments of `meshpar.models.sampling.generate`.
-    """
-    from meshpar.models.sampling import generate
-
-    setup = state.setup
-
-    def run(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        with use_rules(setup.mesh, setup.strategy):
-            bound = (model or setup.model).bind(params, extra)
-            return generate(bound, prompt, config=config, num_tokens=num_tokens, key=key, **options)
-
-    tokens = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
-    return np.asarray(tokens).tolist()
-
-
-def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
-    """Continue the prompt of the recipe on the training mesh, with the parameters of `mp.eval_params`."""
-    assert recipe.sample is not None
-    state = eval_params(state)
-    model = state.setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
-    state = state.replace(params=cast_floating(merged_params(state), recipe.step.precision.compute))
-    prompt, num_tokens, temperature = dataclasses.astuple(recipe.sample)
-    batch, options = [source.encode(prompt)], {"num_tokens": num_tokens, "temperature": temperature}
-    (tokens,) = continued(state, recipe.model, batch, model=model, seed=recipe.seed, **options)
-    return source.decode(np.asarray(tokens))
+def import_plots() -> None:
+    """Import the modules that draw the plots of a report."""
+    for module in ("meshpar.plots.figures", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        importlib.import_module(module)
 
 
 def _plot(

@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -59,8 +59,9 @@ from meshpar.runs.plain import json_finite, json_text
 from meshpar.runs.recipe import Recipe, build_setup, open_data
 from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.recipe_sources import check_ids, with_hf, with_vocab
-from meshpar.runs.report import data_line, report
+from meshpar.runs.report import data_line, import_plots, report
 from meshpar.runs.resuming import StepProgram, check_same_run, with_schedule
+from meshpar.runs.sample import SampleProgram
 from meshpar.runs.saved_run import RUN_MODE, SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.runs.screen import Screen
 from meshpar.runs.start_timings import Phases, StartTimings
@@ -75,6 +76,8 @@ from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.step import TrainStep, eval_step
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 _RUN_FILES = ("recipe.json", "sharding.json", "sharding.txt")
 """Files that describe a run, written before its first step."""
 
@@ -314,6 +317,9 @@ class TrainingRun:
             self.folder / "goodput.json", metrics=self.folder / "metrics.jsonl", began_s=self._start_time_s
         )
         hooks = [*self._hooks(), *([] if self.compilation is None else [self.compilation]), *hooks]
+        self._sample = self._sampler()
+        if self.compilation is not None and jax.process_index() == 0:
+            self.compilation.during_wait(import_plots)
         step: Step = self.program.step
         if self._profile is not None:
             first, last = self._profile
@@ -328,8 +334,9 @@ class TrainingRun:
         """Write summary.json and the plots, print the result, and return the summary."""
         steps_taken = result.step - self._first_step
         return report(
-            self.recipe, result, self.source, self.folder, self.screen, steps_taken=steps_taken, goodput=self.goodput
-        )
+            self.recipe, result, self.source, self.folder, self.screen,
+            steps_taken=steps_taken, goodput=self.goodput, sample=self._sample,
+        )  # fmt: skip
 
     def _compile_init(self) -> BackgroundCompilation | None:
         """Start to compile the initialization while the step is traced, or return None if it is not needed."""
@@ -342,6 +349,23 @@ class TrainingRun:
         """Start to compile the training step, or return None if the first step compiles it, or if no step is left."""
         is_done = max(self.checkpoints.steps(), default=0) >= self.recipe.steps
         return None if is_done or not self._compiles_in_threads else BackgroundCompilation(self.program.lowered)
+
+    def _compiled_early(
+        self, lower: Callable[[], jax.stages.Lowered], call: Callable[_Args, _Result]
+    ) -> Callable[_Args, _Result]:
+        """Return `call`. On CPU devices, its program is compiled in a thread during the first steps.
+
+        On accelerators, XLA measures kernels while it compiles, so the program is compiled when it is called.
+        """
+        if self.compilation is None or self._platform != "cpu":
+            return call
+        return self.compilation.then(lower, call)
+
+    def _sampler(self) -> Callable[[TrainState], str] | None:
+        if self.recipe.sample is None:
+            return None
+        program = SampleProgram(self.recipe, self.setup, self.source)
+        return program.text if self.recipe.lora is not None else self._compiled_early(program.lower, program.text)
 
     @property
     def _compiles_in_threads(self) -> bool:
@@ -357,7 +381,10 @@ class TrainingRun:
             with warnings.catch_warnings(action="ignore"):  # the optimizer has warned about a long warm-up
                 learning_rate = LearningRate(recipe.optimizer.learning_rate(recipe.steps))
         mixture = source if isinstance(source, MixedSource) else None
-        valid_batches = source.valid if mixture is None else mixture.valid_by_source
+        sharding = self.setup.batch_sharding
+        valid_batches: Any = source.valid(sharding) if mixture is None else mixture.valid_by_source(sharding)
+        valid_spec = (valid_batches if mixture is None else next(iter(valid_batches.values()))).spec
+        evaluate = eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla)
 
         def more_metrics(record: Record) -> dict[str, Any]:
             progress = {} if mixture is None else mixture.progress(record.step)
@@ -375,8 +402,8 @@ class TrainingRun:
             *writers(recipe.writers, folder.local, config=json_finite(recipe.to_json()), also=more_metrics),
             ProgressBar(stream=screen.stream, also=expert_load.words),
             Validator(
-                eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla),
-                valid_batches(self.setup.batch_sharding),
+                self._compiled_early(lambda: evaluate.lower(self.setup.abstract, valid_spec), evaluate),
+                valid_batches,
                 every=recipe.validate_every or recipe.steps,
                 of=eval_params,
                 weights=None if mixture is None else mixture.shares,

@@ -11,7 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar.cli import main as cli
 from meshpar.cli.generate_command import stop_ids
-from meshpar.runs.report import continued
+from meshpar.runs.sample import continued
 from meshpar.runs.saved_run import opened
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from types import SimpleNamespace
@@ -48,6 +49,62 @@ def test_errors_of_the_compilation_are_raised_by_wait():
     with pytest.raises(Exception, match="no_such_option"):
         compilation.wait()
     assert compilation.compile_s is None
+
+
+class Started:
+    """A compilation of a step that ends with the last work during its wait."""
+
+    def __init__(self):
+        self.events, end = [], threading.Event()
+        self.compilation = BackgroundCompilation(SimpleNamespace(compile=lambda: end.wait(60)))
+        self.end = end.set
+        self.run = SimpleNamespace(within=lambda _: contextlib.nullcontext())
+
+    def program(self, compile_program=lambda: None):
+        def compile_in_thread():
+            self.events.append(threading.current_thread().name.partition("_")[0])
+            compile_program()
+
+        lower = lambda: self.events.append("lower") or SimpleNamespace(compile=compile_in_thread)  # noqa: E731
+        return self.compilation.then(lower, lambda x: self.events.append("call") or x)
+
+    def start(self):
+        self.compilation.during_wait(self.end)
+        self.compilation.on_start(self.run)
+
+
+def test_further_programs_are_lowered_during_the_wait_and_compiled_after_the_step():
+    started = Started()
+    call = started.program()
+    started.start()
+    assert call(3) == 3
+    assert started.events == ["lower", "meshpar-compile", "call"]
+
+
+def test_further_programs_do_not_delay_a_step_that_is_compiled():
+    started = Started()
+    call = started.program()
+    started.end()
+    started.compilation.wait()
+    started.start()
+    assert call(3) == 3
+    assert started.events == ["call"]
+
+
+def test_errors_of_further_programs_are_raised_by_their_call():
+    started = Started()
+    call = started.program(lambda: 1 / 0)
+    started.start()
+    with pytest.raises(ZeroDivisionError):
+        call(3)
+
+
+def test_a_failed_run_compiles_no_further_programs():
+    started = Started()
+    started.program()
+    started.compilation.during_wait(lambda: started.compilation.on_end(started.run, "error"))
+    started.start()
+    assert started.events == ["lower"]
 
 
 def test_accelerators_are_idle_during_the_compilation(tmp_path, monkeypatch):
