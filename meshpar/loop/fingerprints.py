@@ -26,6 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _FACTOR = np.uint32(2654435761)
 _BLOCK = 1 << 16
 """Words per block on CPU devices. The arrays of a block stay in the cache of a core."""
+_SHORT_ROW = 1 << 10
+"""Words per row from which a matrix is divided into its rows: the factors of a row are used again for the next row."""
 
 
 def fingerprints_of(leaves: Mapping[str, jax.Array], mesh: Mesh) -> list[int]:
@@ -115,6 +117,8 @@ def _weighted_sum(words: np.ndarray, first: Sequence[int], shape: Sequence[int])
     strides = [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
     # Positions are consecutive in the last sharded dim and the dims after it, which form a row.
     split = max((dim for dim in range(words.ndim) if words.shape[dim] != shape[dim]), default=0)
+    while split < words.ndim - 1 and math.prod(words.shape[split + 1 :]) >= _SHORT_ROW:
+        split += 1
     starts = np.array([first[split] * strides[split] % 2**32], np.uint32)
     for dim in reversed(range(split)):
         indices = np.arange(first[dim], first[dim] + words.shape[dim], dtype=np.uint64) * np.uint64(strides[dim])
@@ -126,15 +130,17 @@ def _weighted_sum(words: np.ndarray, first: Sequence[int], shape: Sequence[int])
     # the row. Blocks have an even width, or contain a full row.
     by_parity = np.stack([(index * _FACTOR) | np.uint32(1), index * _FACTOR + index % 2])
     factors = by_parity[parities[0]] if (parities == parities[0]).all() else None
-    buffer, total = np.empty((height, width), np.uint32), 0
+    row_sums, products, total = np.empty(len(rows), np.uint32), np.empty(len(rows), np.uint32), 0
     for column in range(0, rows.shape[1], width):
-        row_factors = (starts + np.uint32(column % 2**32)) * _FACTOR
         for row in range(0, len(rows), height):
-            block = rows[row : row + height, column : column + width]
-            factor = by_parity[parities[row : row + height]] if factors is None else factors
-            product = buffer[: block.shape[0], : block.shape[1]]
-            np.multiply(block, factor[..., : block.shape[1]], out=product)
-            total += int(product.sum(dtype=np.uint32))
-            row_sums = block.sum(axis=1, dtype=np.uint32)
-            total += int((row_sums * row_factors[row : row + height]).sum(dtype=np.uint32))
+            part = slice(row, row + height)
+            block = rows[part, column : column + width].astype(np.uint32, copy=False)
+            np.add.reduce(block, axis=1, out=row_sums[part])
+            # `einsum` writes no array of products, so it is faster than a product and a sum.
+            if factors is None:
+                np.einsum("ij,ij->i", block, by_parity[parities[part], : block.shape[1]], out=products[part])
+            else:
+                np.einsum("ij,j->i", block, factors[: block.shape[1]], out=products[part])
+        row_factors = (starts + np.uint32(column % 2**32)) * _FACTOR
+        total += int((row_sums * row_factors).sum(dtype=np.uint32)) + int(products.sum(dtype=np.uint32))
     return total

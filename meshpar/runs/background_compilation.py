@@ -41,9 +41,9 @@ class BackgroundCompilation(Hook):
         self._result.result()
 
     def during_wait(self, work: Callable[[], None]) -> None:
-        """Do work that the end of the run needs, in the calling thread, while `on_start` waits.
+        """Call `work` in `on_start` until the program is compiled. The work prepares the end of the run.
 
-        If the program is compiled before the work begins, the work is left to the code that needs it.
+        If the program is compiled earlier, `work` is not called.
         """
         self._during_wait.append(work)
 

@@ -74,6 +74,7 @@ SHARDINGS = [
 @pytest.mark.parametrize("block", [2, 4, 1 << 16])
 def test_fingerprint_does_not_depend_on_the_sharding(monkeypatch, block):
     monkeypatch.setattr(fingerprints, "_BLOCK", block)
+    monkeypatch.setattr(fingerprints, "_SHORT_ROW", block)
     arrays = {}
     for number, (shape, spec) in enumerate(SHARDINGS):
         x = random_array(shape, DTYPES[number % len(DTYPES)], seed=number)
