@@ -29,6 +29,7 @@ from meshpar.runs.recipe import Recipe
 from meshpar.runs.recipe_file import load_recipe
 from meshpar.runs.tuned import MeasuredProgram, Tuned
 from meshpar.sharding.errors import MeshparError, check_cases, check_number
+from meshpar.sharding.host_resources import out_of_memory
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.units import human_bytes, human_time
 
@@ -284,7 +285,7 @@ class _Trial:
             self.outcome = f"refused: {error.reason}"
         except Exception as error:  # the compiler, the device or the user's model may raise any error
             message = next(iter(str(error).strip().split("\n")), "")[:150]
-            is_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in message
+            is_memory = isinstance(error, MemoryError) or out_of_memory(error) is not None
             self.outcome = "out of memory" if is_memory else f"failed: {type(error).__name__}: {message}"
 
 

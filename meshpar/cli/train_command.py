@@ -16,7 +16,9 @@ import click
 from meshpar.cli.main import STARTED_S, devices_option, prepare_devices, print_json, recipe_options, select_devices
 from meshpar.pod import signals
 from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.host_resources import out_of_memory
 from meshpar.sharding.printing import human_mesh
+from meshpar.sharding.units import human_bytes
 
 if TYPE_CHECKING:
     from meshpar.runs.recipe import Recipe
@@ -178,7 +180,7 @@ def _train(
     phases.end("recipe")
     sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
     command = _fit_command(recipe, assignments, config, devices, planned=plan is not None, from_hf=from_hf)
-    with explained_out_of_memory(command):
+    with explained_out_of_memory(command, devices):
         outcome = run(
             config,
             out=out,
@@ -201,16 +203,33 @@ def _train(
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(command: str) -> Iterator[None]:
+def explained_out_of_memory(command: str, devices: Sequence[Any]) -> Iterator[None]:
     """Convert an out-of-memory error of a device to an error with the command that lists changes."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, MeshparError) or "RESOURCE_EXHAUSTED" not in str(error):
+        found = None if isinstance(error, MeshparError) else out_of_memory(error)
+        if found is None:
             raise
-        reason = str(error).partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0][:300].rstrip(". ")
+        from meshpar.inspect.memory import COMFORTABLE, LARGER_POOL
+
+        (reason, is_of_driver), pool = found, _pool_bytes(devices[0])
         fix = f"list changes that fit, fastest first: {command}"
+        if is_of_driver:
+            reason = f"the CUDA driver has too little memory outside of XLA's pool ({reason})"
+            fix = f"reduce the pool with {LARGER_POOL.partition('=')[0]}; if the step does not fit then, {fix}"
+        elif pool is not None and pool[0] < COMFORTABLE * pool[1]:
+            reason += f"; XLA's pool has {human_bytes(pool[0])} of the GPU's {human_bytes(pool[1])}"
+            fix = f"set {LARGER_POOL}; if the step does not fit then, {fix}"
         raise problem("meshpar train", "run the step", reason, fix, code="out-of-memory") from error
+
+
+def _pool_bytes(device: Any) -> tuple[int, int] | None:
+    """Return the sizes of XLA's memory pool and of the memory of a GPU, or None if one is unknown."""
+    from meshpar.hardware.clusters import gpu_of_kind
+
+    gpu, limit = gpu_of_kind(device.device_kind), (device.memory_stats() or {}).get("bytes_limit")
+    return None if gpu is None or limit is None else (limit, int(gpu.memory_bytes))
 
 
 def _fit_command(

@@ -41,6 +41,8 @@ from meshpar.training.step import TrainStep
 
 PREALLOCATED = 0.75
 """Fraction of GPU memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
+LARGER_POOL = "XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
+"""Environment variable with which the allocator takes nearly the full memory."""
 COMFORTABLE = 0.90
 """Fraction of GPU memory that leaves enough for the CUDA context, NCCL's buffers and fragmentation."""
 MOST_COMPILATIONS = 6
@@ -158,7 +160,7 @@ def memory_note(peak: int, limit: int | None) -> str:
         return ""
     share = f"{peak / limit:.0%} of the GPU's memory"
     if peak <= COMFORTABLE * limit:
-        return f"{share}: above XLA's default of {PREALLOCATED:.0%}, so set XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
+        return f"{share}: above XLA's default of {PREALLOCATED:.0%}, so set {LARGER_POOL}"
     return f"{share}: the CUDA context, NCCL's buffers and fragmentation may need the remaining memory"
 
 

@@ -32,6 +32,7 @@ import jax
 from meshpar.pod.coordination import Pod
 from meshpar.pod.pace import WINDOW_STEPS, HostTimes, Pace, compare
 from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.host_resources import out_of_memory
 
 STALL_S = 40.0
 """Seconds without a heartbeat, or in a step that other processes have finished, until a process counts as lost."""
@@ -352,6 +353,8 @@ class Watchdog:
 def is_own(error: BaseException | None) -> bool:
     """Return whether an error was caused by this process, and not by failed communication between processes."""
     while error is not None:
+        if out_of_memory(error) is not None:
+            return True
         if isinstance(error, jax.errors.JaxRuntimeError) or str(error).startswith(_RUNTIME_ERRORS):
             return False
         error = error.__cause__ or error.__context__

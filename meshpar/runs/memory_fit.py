@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from meshpar.hardware.clusters import Cluster, parse_cluster
-from meshpar.inspect.memory import COMFORTABLE, argument_bytes
+from meshpar.inspect.memory import COMFORTABLE, argument_bytes, memory_note
 from meshpar.inspect.memory_timeline import LiveArray, MemoryTimeline, memory_timeline
 from meshpar.inspect.pod import PodPool
 from meshpar.inspect.render import MOST_ROWS, Cell, Section, Table, rich_of, short_source
@@ -99,7 +99,7 @@ class MemoryFit(Printed, Plain):
         """The result as a section of a report."""
         used = f"{human_bytes(self.peak_bytes)} of {human_bytes(self.limit_bytes)}, {USABLE}"
         if self.fits:
-            return Section(title="Fit", verdict=Cell(f"it fits: {used}", "good"))
+            return Section(title="Fit", verdict=Cell(f"it fits: {used}", "good"), parts=self._notes(self.peak_bytes))
         rows = [
             (
                 Cell("✔", "good") if change.fits else Cell("✘", "bad"),
@@ -117,10 +117,16 @@ class MemoryFit(Printed, Plain):
         else:
             parts.append(Cell(f"the fastest change that fits: {self.best.command}", "good"))
             parts.append(Cell(f"in Python: recipe = {self.best.python}"))
+            parts += self._notes(self.best.peak_bytes)
         if self.timeline is not None:
             parts.append(live_table(self.timeline))
         verdict = Cell(f"it does not fit: {used}; simulated step {human_time(self.step_s)}", "bad")
         return Section(title="Fit", verdict=verdict, parts=parts)
+
+    def _notes(self, peak_bytes: int | None) -> list[Table | Cell]:
+        """Return the setting of XLA's allocator without which a step with this peak does not fit."""
+        note = memory_note(peak_bytes or 0, int(self.limit_bytes / COMFORTABLE))
+        return [Cell(note, "warn")] if note else []
 
     def __rich__(self) -> Any:
         return rich_of([self.section], head=[Cell(f"{self.recipe} on {self.cluster}", "strong")])

@@ -30,6 +30,12 @@ _is_forked = False
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 """Errors of `flock` on file systems without locks."""
 _LOCK_POLL_S = 0.1
+_OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED: (?P<pool>(?:Out of memory|Failed to allocate request)[^\n]*)"
+    r"|(?P<driver>[^\n]*(?:Underlying backend ran out of memory|CUDA_ERROR_OUT_OF_MEMORY|Cuda failure 2)[^\n]*)"
+)
+"""Errors of XLA's memory pool (`stream_executor/integrations/tf_allocator_adapter.cc`, and PjRt for new arrays), and of
+the CUDA driver (`command_buffer_thunk.cc`, `cuda_executor.cc`, NCCL), which allocates outside the pool."""
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
@@ -270,6 +276,19 @@ def check_memory(where: str, requested: str, needed_bytes: float, fix: str) -> N
         raise problem(where, requested, reason, fix, code="out-of-memory")
 
 
+def out_of_memory(error: BaseException) -> tuple[str, bool] | None:
+    """Return the line of an error that reports too little device memory, and whether the driver has none.
+
+    Otherwise XLA's pool has none. Return None for other errors, and for kernels with too much shared memory and large
+    messages of gRPC, which have the status RESOURCE_EXHAUSTED, too.
+    """
+    found = _OUT_OF_MEMORY.search(str(error))
+    if found is None:
+        return None
+    line = re.sub(r" ?\[tf-allocator.*", "", found[0].replace("RESOURCE_EXHAUSTED: ", "")).strip()[:300].rstrip(". ")
+    return line, found["driver"] is not None
+
+
 def _mark_forked() -> None:
     global _is_forked
     # jax has no public function that returns whether it has started without starting it.
@@ -305,7 +324,7 @@ def unexpected(error: BaseException, *, command: str) -> MeshparError:
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
         return _file_problem(str(error.filename)[:200], "use it", error, "name a different file, or make it usable")
-    if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
+    if isinstance(error, MemoryError) or out_of_memory(error) is not None:
         reason, fix = "there is not enough memory", "use smaller sizes, or more devices"
         return problem(where, "run", reason, fix, code="out-of-memory")
     text = str(error).strip()

@@ -134,7 +134,7 @@ def test_effects_within_the_noise_and_lucky_ones_are_not_chosen(search) -> None:
 
 def test_failures_are_reported(search) -> None:
     def no_memory(number):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
 
     options = [option("a", 2), option("b", 2), option("c", 13, 14), option("width", 8), option("nothing", 1)]
     options.append(Option(name="micro-steps", alternatives=({"step.accumulate": Times(Fraction(3))},)))

@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import pytest
 
 from meshpar.cli import main as cli
+from meshpar.cli import train_command
 from meshpar.loop.fit import Hook
 from meshpar.runs import recipe_sources, training_run
 
@@ -366,22 +368,60 @@ def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
     assert "--set model.vocab_size=128" in error
 
 
-# shard ---------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def train_without_memory(meshpar, monkeypatch, tmp_path):
+    """Train a recipe whose run raises an error with this text. Returns the error output."""
+
+    def train(text: str, *args: str) -> str:
+        def run(*_, **__):
+            raise jax.errors.JaxRuntimeError(text)
+
+        monkeypatch.setattr(training_run, "run", run)
+        code, _, err = meshpar("train", "recipes/gpt_stdlib.py", "--out", tmp_path, *args)
+        assert code == 2
+        return err
+
+    return train
 
 
-def test_out_of_memory_names_the_command_that_lists_changes(meshpar, monkeypatch, tmp_path):
-    def run(*args, **kwargs):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 34 bytes.\nBuffers: ...")
+ALLOCATION = "Out of memory while trying to allocate 68.00GiB"
 
-    monkeypatch.setattr(training_run, "run", run)
-    code, _, err = meshpar("train", "recipes/gpt_stdlib.py", "--out", tmp_path, "--set", "batch_size=16")
-    assert code == 2
-    assert "Out of memory allocating 34 bytes" in err
+
+def test_out_of_memory_names_the_command_that_lists_changes(train_without_memory, monkeypatch):
+    text = f"RESOURCE_EXHAUSTED: {ALLOCATION}. [tf-allocator-allocation-error='']\nBufferAssignment OOM Debugging.\n"
+    err = train_without_memory(text, "--set", "batch_size=16")
+    assert f"cannot run the step: {ALLOCATION}. List changes that fit" in err
     assert "meshpar explain recipes/gpt_stdlib.py --set batch_size=16 --fit --cluster h100:1x8" in err
     fields = ("mesh=fsdp=8", "strategy=fsdp()", "step.remat=full", "step.accumulate=2")
     monkeypatch.setattr(recipe_sources, "with_plan", lambda recipe, *_: recipe.override(*fields))
-    _, _, err = meshpar("train", "recipes/gpt_stdlib.py", "--out", tmp_path, "--plan", "plan.json")
+    err = train_without_memory(text, "--plan", "plan.json")
     assert "--set mesh=fsdp=8 --set 'strategy=fsdp()' --set step.remat=full --set step.accumulate=2" in err
+
+
+@pytest.mark.parametrize(("fraction", "has_setting"), [(0.75, True), (0.95, False)])
+def test_out_of_memory_of_a_small_pool_names_the_setting(train_without_memory, monkeypatch, fraction, has_setting):
+    """XLA's pool has 75 % of the GPU's memory by default, and `explain --fit` assumes 90 %."""
+    pool = int(fraction * 80e9), 80 * 10**9
+    monkeypatch.setattr(train_command, "_pool_bytes", lambda device: pool)
+    err = train_without_memory(f"RESOURCE_EXHAUSTED: {ALLOCATION}.")
+    assert ("XLA's pool has 60 GB of the GPU's 80 GB. Set XLA_PYTHON_CLIENT_MEM_FRACTION=.95" in err) == has_setting
+    assert "meshpar explain recipes/gpt_stdlib.py --fit" in err
+
+
+def test_out_of_memory_of_the_driver_reduces_the_pool(train_without_memory):
+    text = "INTERNAL: Failed to instantiate CUDA graph: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+    err = train_without_memory(text)
+    assert "the CUDA driver has too little memory outside of XLA's pool" in err
+    assert "Reduce the pool with XLA_PYTHON_CLIENT_MEM_FRACTION; if" in err
+
+
+def test_pools_of_known_gpus_have_sizes():
+    device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": 7})
+    assert train_command._pool_bytes(device) == (7, 80 * 10**9)
+    assert train_command._pool_bytes(jax.devices()[0]) is None
+
+
+# shard ---------------------------------------------------------------------------------------------------------------
 
 
 def test_shard_prints_json(meshpar, tmp_path):

@@ -281,7 +281,9 @@ def test_watch_without_a_pod_is_none() -> None:
 def test_is_own_excludes_failed_communication():
     lost = jax.errors.JaxRuntimeError("UNAVAILABLE: barrier")
     reset = ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer")
-    for cause, own in ((lost, False), (reset, False), (OSError("no space left"), True), (None, True)):
+    memory = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
+    causes = ((lost, False), (reset, False), (memory, True), (OSError("no space left"), True), (None, True))
+    for cause, own in causes:
         error = problem("checkpoints", "save", "writing failed", "check the disk")
         error.__cause__ = cause
         assert watchdog.is_own(error) == own

@@ -1,4 +1,4 @@
-"""A process that was forked after jax had started gets an error instead of waiting forever."""
+"""Forked processes, and messages of devices without memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import meshpar as mp
 from meshpar.sharding import host_resources
@@ -48,3 +49,38 @@ def test_forked_process_neither_creates_a_state_nor_runs_a_step(monkeypatch):
     for use in (lambda: setup.init(0), lambda: mp.train_step(loss)(None, None), lambda: mp.eval_step(loss)(None, None)):
         with raises("conflict"):
             use()
+
+
+# The forms are from XLA's sources and from reports of users on GPUs.
+POOL = "Out of memory while trying to allocate 68.00GiB"
+GRAPH = (
+    "Underlying backend ran out of memory trying to instantiate command buffer with 12 nodes and 3 conditionals (total "
+    "of 4 alive graphs in the process). You can try to (a) Give more memory to the driver by reducing "
+    "XLA_CLIENT_MEM_FRACTION (b) Disable command buffers with 'XLA_FLAGS=--xla_gpu_enable_command_buffer=' (empty set)"
+)
+NCCL = (
+    "NCCL operation ncclGroupEnd() failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details). Last NCCL "
+    "warning(error) log entry (may be unrelated) 'Cuda failure 2 'out of memory''."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"RESOURCE_EXHAUSTED: {POOL}. [tf-allocator-allocation-error='']\nBufferAssignment OOM", (POOL, False)),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9437184 bytes.\nBufferAssignment OOM Debugging.",
+         ("Out of memory while trying to allocate 9437184 bytes", False)),
+        ("RESOURCE_EXHAUSTED: Failed to allocate request for 6.27GiB (6727663616B) on device ordinal 0",
+         ("Failed to allocate request for 6.27GiB (6727663616B) on device ordinal 0", False)),
+        (f"RESOURCE_EXHAUSTED: {GRAPH}. Original error: ...", (GRAPH[:300].rstrip(), True)),
+        ("INTERNAL: Failed to instantiate CUDA graph: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+         ("INTERNAL: Failed to instantiate CUDA graph: CUDA_ERROR_OUT_OF_MEMORY: out of memory", True)),
+        (f"INTERNAL: {NCCL}", (f"INTERNAL: {NCCL}".rstrip("."), True)),
+        # Other resources: a kernel's shared memory, and a message of the coordination service.
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 245760, available: 232448", None),
+        ("RESOURCE_EXHAUSTED: SERVER: Received message larger than max (8388608 vs. 4194304)", None),
+        ("INVALID_ARGUMENT: Argument does not match", None),
+    ],
+)  # fmt: skip
+def test_out_of_memory_of_a_device(text, found):
+    assert host_resources.out_of_memory(RuntimeError(text)) == found
