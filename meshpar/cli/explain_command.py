@@ -436,6 +436,9 @@ def _label(subject: Subject, other: Subject) -> str:
 def _plots(label: str, report: Report) -> dict[str, str]:
     """Return caption -> plot, as SVG text."""
     import io
+    import warnings
+
+    import matplotlib
 
     from meshpar import plots
     from meshpar.inspect.memory_timeline import memory_timeline
@@ -449,8 +452,10 @@ def _plots(label: str, report: Report) -> dict[str, str]:
         figures["Memory over time"] = plots.memory_timeline(live, limit_bytes=report.memory.limit_bytes)
 
     def svg(figure: Any) -> str:
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg")
+        # The browser draws the text, with fonts for all alphabets. matplotlib's font, which measures it, has fewer.
+        with matplotlib.rc_context({"svg.fonttype": "none"}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            figure.savefig(buffer := io.StringIO(), format="svg")
         return buffer.getvalue()
 
     return {caption: svg(figure) for caption, figure in figures.items()}

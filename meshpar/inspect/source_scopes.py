@@ -79,10 +79,14 @@ def primitive(op_name: str) -> str:
 def module_path(op_name: str) -> str:
     """Return the named scopes: `jit(step)/transpose(jvp(decoder))/while/body/mlp/dot_general` -> `decoder/mlp`.
 
-    Transformations are unwrapped. Scopes of jit, scan and remat, einsum formulas and the primitive are dropped.
+    Transformations are unwrapped. Scopes of jit, scan and remat, einsum formulas and the primitive are dropped. Of a
+    kernel that XLA merged from several ops, the scopes of the first are returned.
+
+    >>> module_path("jit(step)/mlp/mul;jit(step)/mlp/broadcast_in_dim")
+    'mlp'
     """
     scopes: list[str] = []
-    *parts, last = components(op_name) or [""]
+    *parts, last = components(op_name.partition(";jit(")[0]) or [""]
     for part in (*parts, *(last,) * (last == "remat2")):
         scope = _unwrap(part)
         half, odd = divmod(len(scopes), 2)

@@ -33,6 +33,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "text.color": INK,
+    "text.parse_math": False,  # labels are names and paths, which may contain dollar signs
 }
 """Settings of matplotlib for all plots."""
 TRAIN, SMOOTH, VALID, BASELINE = "#c3d3e8", "#86a9d6", "#174f91", "#c2571a"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +25,7 @@ from meshpar.inspect import strategy_table as reference
 from meshpar.inspect import target
 from meshpar.runs import memory_fit
 from meshpar.runs.memory_fit import MemoryChange
+from meshpar.runs.recipe_file import load_recipe
 
 ROOT = Path(cli.__file__).parents[2]
 pytestmark = pytest.mark.call_stacks
@@ -147,6 +151,35 @@ def test_fit_is_part_of_the_report(explain, recipe, monkeypatch, tmp_path):
     assert "the fastest change that fits: --set step.accumulate=2" in page.read_text()
     (report,) = reports
     assert report.memory.remedies == ()
+
+
+@pytest.mark.pod
+@pytest.mark.matrix
+def test_the_first_change_fits_from_the_command_line(explain, tmp_path):
+    """Apply the `--set` line to the same command, and the Python line to the same recipe."""
+    page = tmp_path / "report.html"
+    args = ("recipes/gpt_stdlib.py", "--cluster", "h100:1x8", "--set", "batch_size=131072")
+    code, out, _ = explain(*args, "--fit", "--json", "--html", page)
+    assert code == 0
+    found = json.loads(out)
+    first, limit = found["fit"]["changes"][0], found["fit"]["limit_bytes"]
+    assert found["memory"]["peak_bytes"] == found["fit"]["peak_bytes"] > limit == 72 * 10**9
+    assert first["fits"]
+    assert len([change for change in found["fit"]["changes"] if change["peak_bytes"]]) >= 5
+    text = page.read_text()
+    assert html.escape(f"the fastest change that fits: {first['command']}") in text
+    assert text.count("<h3>Memory over time</h3>") == 1
+
+    code, out, _ = explain(*args, *shlex.split(first["command"]), "--fit", "--json")
+    assert code == 0
+    changed = json.loads(out)
+    assert changed["memory"]["peak_bytes"] == first["peak_bytes"] <= limit
+    assert changed["compute"]["predicted_step_s"] == first["step_s"]
+    assert (changed["fit"]["fits"], changed["fit"]["changes"]) == (True, [])
+
+    recipe = load_recipe("recipes/gpt_stdlib.py", devices=8).override("batch_size=131072")
+    python = eval(first["python"], {"recipe": recipe, "dataclasses": dataclasses, "mp": mp})
+    assert python == recipe.override(*first["settings"]) != recipe
 
 
 @pytest.mark.matrix

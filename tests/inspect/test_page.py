@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -14,10 +15,13 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.cli.explain_command import _plots
 from meshpar.inspect.page import as_page
+from meshpar.inspect.source_scopes import module_path
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
+from meshpar.runs.memory_fit import MemoryChange, MemoryFit
 from meshpar.runs.recipe_file import load_recipe
 from tests.inspect.saved import ROOT, Compiled
 from tests.tools.browser import BROWSER
@@ -222,6 +226,54 @@ def test_views_in_a_browser(name, pod, tmp_path):
     for table in filtered:
         assert 0 < len(table["selected"]) < table["before"]
         assert all(table["value"] in row for row in table["selected"])
+
+
+SPECIAL = (
+    "</script><script>problems.push(1)</script>", "<!--<script>", "<img src=x onerror='problems.push(2)'>",
+    "quote\"'`", "a&amp;b", "日本語", "back\\slash\\u003c", "$x^2$", "${problems.push(3)}", "_hidden",
+)  # fmt: skip
+"""Names of modules, parameters and reports that HTML, JavaScript, HLO or matplotlib could interpret."""
+
+
+@pytest.fixture(scope="module")
+def special_report():
+    def apply(params, x):
+        for name in SPECIAL:
+            with jax.named_scope(name):
+                x = jax.numpy.tanh(x @ params[name]["kernel"])
+        return x
+
+    def loss(model, batch, key):
+        return jax.numpy.mean(model(batch["x"]) ** 2), {}
+
+    model = mp.from_functions(
+        lambda key: {name: {"kernel": jax.numpy.ones((64, 64))} for name in SPECIAL},
+        apply, names={f"{name}/kernel": ("embed", "mlp") for name in SPECIAL},
+    )  # fmt: skip
+    strategy = mp.fsdp(min_bytes=0) | mp.tensor_parallel()
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=4, tensor=2).build(), strategy=strategy)
+    return mp.explain(mp.train_step(loss), state, {"x": jax.ShapeDtypeStruct((32, 64), np.float32)})
+
+
+@pytest.mark.matrix
+def test_special_characters_in_names(special_report, tmp_path):
+    label = "</script>\"'&日本\\ $x$"
+    fit = MemoryFit(
+        recipe=label, cluster="h100:1x8", limit_bytes=1, peak_bytes=2, step_s=0.1,
+        changes=(MemoryChange(kind=label, settings=(label,), command=label, python=label, fits=False, reason=label),),
+    )  # fmt: skip
+    pictures = [_plots(label, special_report)] * 2
+    reports = [(label, special_report)] * 2
+    page = as_page(reports, title=label, pictures=pictures, more=[fit.section])
+    result = browse(page, tmp_path)  # it fails if a script of a name runs
+    paths = {text.removeprefix("parameter: ").removesuffix("/kernel") for text, *_ in result["infos"]}
+    assert paths == {*SPECIAL}
+    assert page.count("<script") == 3  # the data of both reports, and page.js
+    computations = special_report.program.module.computations.values()
+    modules = {module_path(ins.metadata.op_name) for computation in computations for ins in computation}
+    assert {f"gradients/{name}" for name in SPECIAL} <= modules
+    for picture in pictures[0].values():
+        ElementTree.fromstring(picture)
 
 
 @pytest.mark.matrix

@@ -13,6 +13,7 @@ from matplotlib.colors import to_hex
 import meshpar as mp
 from meshpar.inspect.census import Total
 from meshpar.inspect.memory import Memory
+from meshpar.inspect.memory_timeline import MemoryTimeline
 from meshpar.inspect.timeline.simulator import Op, Segment, Timeline
 from meshpar.plots import figures as plots
 from meshpar.schedules import makers
@@ -112,6 +113,17 @@ def test_a_timeline_shows_each_op_and_the_waiting():
         box = text.get_window_extent().transformed(axes.transData.inverted())
         assert start <= box.x0
         assert box.x1 <= end
+
+
+def test_names_with_dollar_signs_are_not_formulas():
+    names = ["$x^2$", "_hidden", r"a\b$"]
+    live = MemoryTimeline(
+        argument_bytes=1, temporary_bytes=9, times_s=(0.0, 1.0), is_timed=True,
+        live_bytes=dict.fromkeys(names, (1, 2)), arrays=(),
+    )  # fmt: skip
+    (legend,) = plots.memory_timeline(live).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["state and batch", *names]
+    assert not any(text.get_parse_math() for text in legend.get_texts())
 
 
 def test_a_timeline_shows_the_longest_innermost_loop():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+_ESCAPE = re.compile(r"((?:\\[0-7]{3})+)|\\(.)", re.DOTALL)
+"""Escapes of XLA's text: bytes of UTF-8 as octal numbers, or a character."""
+_CONTROL = {"n": "\n", "r": "\r", "t": "\t"}
 _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 
 
@@ -35,7 +38,18 @@ def split_top(text: str, start: int = 0) -> tuple[list[str], int]:
 
 
 def unquote(text: str) -> str:
-    """Remove the quotes and escapes of a quoted string. Return other text unchanged."""
+    r"""Remove the quotes and escapes of a quoted string. Return other text unchanged.
+
+    >>> unquote(r'"a\"b\346\227\245"')
+    'a"b日'
+    """
     if len(text) < 2 or text[0] != text[-1] or text[0] not in "\"'":
         return text
-    return re.sub(r"\\(.)", r"\1", text[1:-1], flags=re.DOTALL)
+    return _ESCAPE.sub(_unescaped, text[1:-1])
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    octal, char = found.groups()
+    if octal is None:
+        return _CONTROL.get(char, char)
+    return bytes(int(number, 8) & 255 for number in octal[1:].split("\\")).decode(errors="replace")

@@ -171,6 +171,12 @@ def test_quoted_text_may_contain_brackets_and_escapes():
     assert ins.backend_config == {}
 
 
+def test_quoted_text_is_utf_8():
+    r"""XLA writes bytes outside of ASCII as octal numbers."""
+    ins = first(r'p = f32[] parameter(0), metadata={op_name="jit(f)/\346\227\245\346\234\254/back\\346/\303\tx\n"}')
+    assert ins.metadata.op_name == "jit(f)/日本/back\\346/\N{REPLACEMENT CHARACTER}\tx\n"
+
+
 def test_metadata_and_attributes():
     attributes = (
         'frontend_attributes={is_spmd_generated="true",xla.sdy.meshes={m = <["x"=2, "y"=4]>}}',
