@@ -142,7 +142,7 @@ def gathered(step: Execution, weight: Weight) -> ExpectedCollective | None:
         # layer, and may share gathers outside of these loops between both passes and between micro-steps.
         again, kept = (size if size > 1 else 0 for size in (stack - max(ahead, keep), keep - ahead))
         minimum = step.num_exchanges * (times * again + kept) + stack - again - kept
-        if keep > ahead:
+        if keep > ahead and not decision.leaf.is_router:  # the layer gathers its router over the axes of experts
             maximum = (passes * stack - keep + ahead) * step.num_exchanges
     return ExpectedCollective(
         role=WEIGHTS, kind="gather", axes=step.ordered(axes), elements=layer_elements(step, decision, axes),
