@@ -181,8 +181,10 @@ def _weight_bytes(placed: Placed, step: Execution) -> _WeightBytes:
     else:
         largest = max(gathered_sizes, default=0)
         layer = 2 * itemsize * sum(gathered_sizes) + step.batch_slices * reduce_itemsize * largest
-    num_kept = min(max(step.gathering.ahead, step.gathering.keep), placed.workload.num_layers)
-    kept = (num_kept - min(step.gathering.ahead, 1)) * itemsize * sum(gathered_sizes)
+    ahead, keep = step.gathering.ahead, step.gathering.keep
+    # The backward pass gathers its first layers while the last layers are kept.
+    num_kept = min(max(ahead, keep), placed.workload.num_layers) - min(ahead, 1) + 2 * (ahead > 1)
+    kept = num_kept * itemsize * sum(gathered_sizes)
     return _WeightBytes(
         sums=_sums(placed, step), copies=copies, layer=layer, kept=kept, head=head,
         table=0 if has_no_table else reduce_itemsize * elements(tables), gathers_head=bool(gathered),
