@@ -1,9 +1,11 @@
 """Training script with flax, optax and orbax alone, to which `meshpar train recipes/gpt_stdlib.py` is compared.
 
     python tests/benchmarks/by_hand.py --steps 3 --out /tmp/by_hand
+    python tests/benchmarks/by_hand.py --steps 3 --out /tmp/by_hand --valid-batches 32    # as many as the recipe
 
 The decoder, data, batch, mesh (fsdp=4, tensor=2 on 8 host devices) and optimizer are those of the recipe. The script
-prints the loss of each step and writes a checkpoint after the last step. It does not validate, check input or resume.
+prints the loss of each step, validates on request, and writes a checkpoint after the last step. It does not sample
+text, draw plots, check input or resume.
 """
 
 from __future__ import annotations
@@ -102,8 +104,11 @@ def make_mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def make_step(mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
-    """Return parameters, optimizer state, and `step(params, opt_state, batch)`. The mesh is set in jax's context."""
+def make_step(mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any, Any]:
+    """Return parameters, optimizer state, `step(params, opt_state, batch)`, and the jitted loss `(params, batch)`.
+
+    The mesh is set in jax's context.
+    """
     schedule = optax.warmup_cosine_decay_schedule(0, 4e-3, 50, 1000, 4e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
 
@@ -133,20 +138,27 @@ def make_step(mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
         return optax.apply_updates(params, updates), opt_state, metrics
 
     step = jax.jit(update, donate_argnums=(0, 1), out_shardings=(*shardings, shard(PartitionSpec())))
-    return params, opt_state, step
+    return params, opt_state, step, jax.jit(loss_fn)
 
 
-def train(steps: int, out: str) -> None:
+def make_batch(text: np.ndarray, starts: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    batch = np.stack([text[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int32)
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("fsdp")))
+
+
+def train(steps: int, out: str, valid_batches: int) -> None:
     mesh = make_mesh()
     jax.set_mesh(mesh)
-    params, opt_state, step = make_step(mesh)
-    batch_sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    params, opt_state, step, loss_fn = make_step(mesh)
     text, rng = read_text(), np.random.default_rng(0)
+    text, held_out = np.split(text, [len(text) * 19 // 20])
     for number in range(1, steps + 1):
-        starts = rng.integers(0, len(text) - SEQ_LEN - 1, BATCH)
-        batch = np.stack([text[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int32)
-        params, opt_state, metrics = step(params, opt_state, jax.device_put(batch, batch_sharding))
+        batch = make_batch(text, rng.integers(0, len(text) - SEQ_LEN - 1, BATCH), mesh)
+        params, opt_state, metrics = step(params, opt_state, batch)
         print(f"step {number}/{steps}  loss {metrics['loss']:.3f}", flush=True)
+    starts = np.linspace(0, len(held_out) - SEQ_LEN - 1, valid_batches * BATCH, dtype=int).reshape(-1, BATCH)
+    if losses := [loss_fn(params, make_batch(held_out, row, mesh)) for row in starts]:
+        print(f"validation loss {np.mean(losses):.3f}")
     save(out, {"params": nnx.to_pure_dict(params), "opt_state": jax.tree.leaves(opt_state)}, steps)
 
 
@@ -154,5 +166,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", required=True, help="a new folder for the checkpoint")
+    parser.add_argument("--valid-batches", type=int, default=0, help="batches of a validation after the last step")
     args = parser.parse_args()
-    train(args.steps, args.out)
+    train(args.steps, args.out, args.valid_batches)

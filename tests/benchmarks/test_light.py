@@ -32,4 +32,4 @@ def test_loop_is_measured():
 
 @pytest.mark.matrix
 def test_commands_are_measured():
-    assert len(names(light.command_rows(rounds=1))) == 2
+    assert len(names(light.command_rows(rounds=1))) == 3
