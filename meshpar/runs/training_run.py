@@ -22,7 +22,7 @@ from typing import IO, Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from meshpar.data.batches import Batches
+from meshpar.data.batches import Batches, ValidBatches
 from meshpar.data.mixture import MixedSource
 from meshpar.hardware.clusters import peak_flops_per_s
 from meshpar.hardware.compile_options import NO_GRAPHS
@@ -383,8 +383,11 @@ class TrainingRun:
         mixture = source if isinstance(source, MixedSource) else None
         sharding = self.setup.batch_sharding
         valid_batches: Any = source.valid(sharding) if mixture is None else mixture.valid_by_source(sharding)
-        valid_spec = (valid_batches if mixture is None else next(iter(valid_batches.values()))).spec
-        evaluate = eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla)
+        program = eval_step(recipe.loss, precision=recipe.step.precision, xla=recipe.step.xla)
+        evaluate: Callable[[TrainState, Any], Any] = program
+        valid = valid_batches if mixture is None else next(iter(valid_batches.values()))
+        if isinstance(valid, ValidBatches):  # the shapes of other batches are unknown until they are read
+            evaluate = self._compiled_early(lambda: program.lower(self.setup.abstract, valid.spec), program)
 
         def more_metrics(record: Record) -> dict[str, Any]:
             progress = {} if mixture is None else mixture.progress(record.step)
@@ -402,7 +405,7 @@ class TrainingRun:
             *writers(recipe.writers, folder.local, config=json_finite(recipe.to_json()), also=more_metrics),
             ProgressBar(stream=screen.stream, also=expert_load.words),
             Validator(
-                self._compiled_early(lambda: evaluate.lower(self.setup.abstract, valid_spec), evaluate),
+                evaluate,
                 valid_batches,
                 every=recipe.validate_every or recipe.steps,
                 of=eval_params,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar.data import ArrayData
 from meshpar.runs import training_run
 from meshpar.runs.background_compilation import BackgroundCompilation
 from meshpar.runs.folder import run_folder
@@ -105,6 +106,21 @@ def test_a_failed_run_compiles_no_further_programs():
     started.compilation.during_wait(lambda: started.compilation.on_end(started.run, "error"))
     started.start()
     assert started.events == ["lower"]
+
+
+def test_validation_batches_without_known_shapes(tmp_path, monkeypatch):
+    opened = ArrayData.open
+
+    def open_with_list(self, **options):
+        source = opened(self, **options)
+        batches = source.valid
+        source.valid = lambda sharding=None: list(batches(sharding))
+        return source
+
+    expected = mp.run(recipe(steps=1), out=tmp_path / "batches", stream=io.StringIO())
+    monkeypatch.setattr(ArrayData, "open", open_with_list)
+    outcome = mp.run(recipe(steps=1), out=tmp_path / "list", stream=io.StringIO())
+    assert outcome.summary["validation"] == expected.summary["validation"] != {}
 
 
 def test_accelerators_are_idle_during_the_compilation(tmp_path, monkeypatch):
