@@ -192,7 +192,7 @@ def fsdp(
         function then receives the local batch, as with `train_step(reduce_gradients="once")`. `eval_step` gathers
         weights without quantization.
       prefetch: number of `mp.scan_layers` layers whose weights are gathered in advance, while earlier layers compute,
-        forward and backward. That many additional layers of unsharded weights are in memory. With 0, weights are
+        forward and backward. At least that many more layers of gathered weights are in memory. With 0, weights are
         gathered when they are used. With `train_step(reduce_gradients="once")`, all layers are gathered in advance.
       keep: number of last `mp.scan_layers` layers whose gathered weights are kept in memory for the backward pass,
         which otherwise gathers them again. The last `prefetch` layers are always kept.

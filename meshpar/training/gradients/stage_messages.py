@@ -1,12 +1,13 @@
 """Quantized messages of pipeline stages: gathers before the first tick, reductions after the last.
 
-Both run in a `shard_map` over the batch axes. Between them, the stages receive gathered weights and return a gradient
+Both run in a `shard_map` over all axes. Between them, the stages receive gathered weights and return a gradient
 for each rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layers.precision import Precision
 from meshpar.parallel.execution import Execution
 from meshpar.pipeline.stage_program import Params
-from meshpar.sharding.types import Leaf, PyTree, path_str
+from meshpar.sharding.types import Leaf, PyTree, is_spec, path_str
 from meshpar.training.gradients.weight_messages import MessageLeaf, WeightMessages, messages_of
 from meshpar.training.state import Setup
 
@@ -64,13 +65,19 @@ class StageMessages:
         weights, grads = (
             [other(i, *each, by_stage=by_stage) for i, each in enumerate(rows)] for by_stage in (False, True)
         )
-        messages = (messages_of(Params(chunks, others), setup, step) for others in (weights, grads))
+        messages = (messages_of(Params(chunks, others), setup, step, in_manual=True) for others in (weights, grads))
         return StageMessages(setup=setup, weights=next(messages), grads=next(messages), key=key)
 
     def gather(self, params: Params) -> Params:
         """Return weights that are replicated over the batch axes, except for experts."""
-        owned = self._specs(self.weights, params, lambda leaf: leaf.owned_spec)
-        return self._run(self.weights.gather_all, params, self.weights.specs, owned)
+
+        def spec(leaf: MessageLeaf, *, is_gathered: bool) -> PartitionSpec:
+            return leaf.spec(is_gathered=is_gathered, all_axes=True)
+
+        before, after = (
+            self._specs(self.weights, params, functools.partial(spec, is_gathered=mark)) for mark in (False, True)
+        )
+        return self._run(self.weights.gather_all, params, before, after)
 
     def reduce(self, grads: Params) -> Params:
         """Sum gradients over the batch axes and return their shards.
@@ -82,16 +89,22 @@ class StageMessages:
 
         def by_rank(leaf: MessageLeaf) -> PartitionSpec:
             kept = {axis for dim in leaf.owned for axis in dim}
-            return PartitionSpec(tuple(axis for axis in axes if axis not in kept), *leaf.owned_spec)
+            ranks = tuple(axis for axis in axes if axis not in kept)
+            return PartitionSpec(ranks, *leaf.spec(is_gathered=True, all_axes=True))
 
         def local(grads: Params, key: jax.Array) -> Params:
             chunks, other = grads
             one = Params(jax.tree.map(lambda g: g[0], chunks), jax.tree.map(lambda g: g[:, 0], other))
             return self.grads.scatter_all(one, key)
 
-        chunks = self._specs(self.grads, grads, by_rank).chunks
-        other = jax.tree.map(lambda _: PartitionSpec(None, axes), grads.embedding_and_head)
-        return self._run(local, grads, Params(chunks, other), self._specs(self.grads, grads, MessageLeaf.spec))
+        def by_stage(spec: PartitionSpec) -> PartitionSpec:
+            rank, stage, *dims = spec
+            return PartitionSpec(stage, rank, *dims)
+
+        before = self._specs(self.grads, grads, by_rank)
+        other = jax.tree.map(by_stage, before.embedding_and_head, is_leaf=is_spec)
+        after = self._specs(self.grads, grads, lambda leaf: leaf.spec(all_axes=True))
+        return self._run(local, grads, Params(before.chunks, other), after)
 
     def _specs(self, messages: WeightMessages, tree: Params, of: Callable[[MessageLeaf], PartitionSpec]) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, _: of(messages.leaves[path_str(path)]), tree)
@@ -101,6 +114,5 @@ class StageMessages:
             return f(tree, jax.random.wrap_key_data(key))
 
         return jax.shard_map(
-            inside, mesh=self.setup.mesh, in_specs=(specs, PartitionSpec()), out_specs=out,
-            axis_names=set(self.weights.batch_axes), check_vma=False,
-        )(tree, jax.random.key_data(self.key))  # fmt: skip
+            inside, mesh=self.setup.mesh, in_specs=(specs, PartitionSpec()), out_specs=out, check_vma=False
+        )(tree, jax.random.key_data(self.key))

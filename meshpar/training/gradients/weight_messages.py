@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ class MessageLeaf:
     owned: tuple[tuple[str, ...], ...]
     """For each dim, the batch axes that shard it also in the layer, such as those that shard experts in stages."""
     others: tuple[tuple[str, ...], ...]
-    """For each dim, the other mesh axes that shard it."""
+    """For each dim that is not gathered, the other mesh axes that shard it. In a gathered dim, their shards would not
+    be contiguous after the gather, so every rank of these axes gathers the full dim."""
     per_layer: bool
     """True for a stack that is gathered one layer at a time."""
     exact: bool
@@ -80,7 +82,10 @@ class MessageLeaf:
             ),
             batch=batch,
             owned=tuple(tuple(axis for axis in dim if axis in batch_axes and axis in kept) for dim in by_dim),
-            others=tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim),
+            others=tuple(
+                tuple(axis for axis in dim if axis not in batch_axes and not gathered)
+                for dim, gathered in zip(by_dim, batch, strict=True)
+            ),
             per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
             exact=exact,
             compute=compute,
@@ -91,14 +96,11 @@ class MessageLeaf:
     def gathered_axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.batch for axis in dim)
 
-    @property
-    def owned_spec(self) -> PartitionSpec:
-        """Spec of the gathered weight over the batch axes."""
-        return PartitionSpec(*(dim or None for dim in self.owned))
-
-    def spec(self) -> PartitionSpec:
-        """Return the spec of the shards over the batch axes."""
-        return PartitionSpec(*((*owned, *batch) or None for owned, batch in zip(self.owned, self.batch, strict=True)))
+    def spec(self, *, is_gathered: bool = False, all_axes: bool = False) -> PartitionSpec:
+        """Return the spec of the shards or of the gathered weight, over the batch axes or over all axes."""
+        parts = ((self.others if all_axes else ()), self.owned, (() if is_gathered else self.batch))
+        dims = itertools.zip_longest(*(part or [()] * len(self.shard) for part in parts))
+        return PartitionSpec(*(tuple(itertools.chain(*dim)) or None for dim in dims))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +232,7 @@ class WeightMessages:
     def _scatter(self, leaf: MessageLeaf, g: jax.Array, key: jax.Array) -> jax.Array:
         """Sum a full gradient over ranks and return the local shard, in the reduction dtype or float32."""
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
-        kept_axes = {*leaf.gathered_axes, *axes_of_spec(leaf.owned_spec), *self.deferred_axes}
+        kept_axes = {*leaf.gathered_axes, *axes_of_spec(leaf.spec(is_gathered=True)), *self.deferred_axes}
         replica_axes = tuple(axis for axis in self.batch_axes if axis not in kept_axes)
 
         def local(g: jax.Array, key: jax.Array) -> jax.Array:
@@ -335,8 +337,8 @@ def make_messages(setup: Setup, precision: Precision, step: Execution) -> Weight
     return messages_of(jax.tree.unflatten(jax.tree.structure(setup.layout.variables.params), leaves), setup, step)
 
 
-def messages_of(leaves: PyTree, setup: Setup, step: Execution) -> WeightMessages:
-    """Return the messages of a pytree of `MessageLeaf`s."""
+def messages_of(leaves: PyTree, setup: Setup, step: Execution, *, in_manual: bool = False) -> WeightMessages:
+    """Return the messages of a pytree of `MessageLeaf`s. `in_manual`: for a `shard_map` over all axes."""
     by_path = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(leaves)}
     batch_axes = step.batch_axes
     assert step.formats is not None
@@ -349,10 +351,10 @@ def messages_of(leaves: PyTree, setup: Setup, step: Execution) -> WeightMessages
         formats=step.formats,
         batch_axes=batch_axes,
         deferred_axes=step.deferred_axes,
-        other_axes=tuple(axis for axis, size in setup.sizes.items() if size > 1 and axis not in batch_axes),
+        other_axes=() if in_manual else tuple(a for a, size in setup.sizes.items() if size > 1 and a not in batch_axes),
         sizes=setup.sizes,
         leaves=by_path,
-        specs=jax.tree.map(MessageLeaf.spec, leaves),
+        specs=jax.tree.map(lambda leaf: leaf.spec(), leaves),
     )
 
 

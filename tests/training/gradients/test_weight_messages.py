@@ -119,6 +119,16 @@ def one_step(mesh, strategy, *, model="functions", batch=None, **options):
 
 
 @pytest.mark.parametrize(
+    "entry", cases("data fsdp tensor", grid=map(" ".join, itertools.permutations(("data", "fsdp", "tensor"))))
+)
+def test_gathered_dim_may_be_sharded_over_other_axes(entry):
+    wire = ", quantize={'weights': None, 'gradients': None, 'secondary': 'fsdp'}"
+    strategy = parse_strategy(f"fsdp(axis=('data', 'fsdp'), min_bytes=0{wire})") | mp.Rules(embed=tuple(entry.split()))
+    found, expected = one_step({"data": 2, "fsdp": 2, "tensor": 2}, strategy), one_step({"data": 1}, mp.ddp())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize(
     ("axis", "strategy"),
     [
         pytest.param("fsdp", mp.fsdp(min_bytes=0, quantize="int8"), marks=pytest.mark.matrix),
