@@ -2,7 +2,7 @@
 
 The cost is communication, memory and compute.
 
-The exit code of `check` is 0, 1 if a program exceeds its budget, or 2 for errors.
+The exit code of `check` is 0, 1 if a program exceeds its budget, or 2 if a program could not be compared.
 """
 
 from __future__ import annotations
@@ -128,18 +128,19 @@ def check(
     meshpar budget check budgets/llama3_8b-h100-8x8.json --update       accept the changes
     """
     prepare_devices(None, start="nothing", use_host=True)
-    from meshpar.inspect.budget import Budget, BudgetCheck, BudgetChecks
+    from meshpar.inspect.budget import BudgetCheck, BudgetChecks
 
     if markdown is not None:
         check_output_file(markdown)
-    files = [*_files(paths or (FOLDER,))]
-    budgets = [Budget.load(file) for file in files]
-    for file, saved in zip(files, budgets, strict=True):
-        _check_repeatable(file, saved)
+    loaded = {file: _loaded(file) for file in _files(paths or (FOLDER,))}
+    budgets = {file: saved for file, saved in loaded.items() if not isinstance(saved, str)}
+    results = dict(zip(budgets, _compiled([saved.arguments for saved in budgets.values()], jobs, cache), strict=True))
     checks = []
-    results = _compiled([saved.arguments for saved in budgets], jobs, cache)
-    for file, saved, now in zip(files, budgets, results, strict=True):
-        program = f"{saved.name} on {saved.target}"
+    for file, saved in loaded.items():
+        if isinstance(saved, str):
+            checks.append(BudgetCheck(file=str(file), program=str(file), error=saved))
+            continue
+        program, now = f"{saved.name} on {saved.target}", results[file]
         if isinstance(now, str):
             checks.append(BudgetCheck(file=str(file), program=program, error=now))
             continue
@@ -160,10 +161,23 @@ def check(
 def _files(paths: Sequence[str]) -> Iterator[Path]:
     for path in map(Path, paths):
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        if not files:
-            reason, fix = "it has no file *.json", f"save budgets: meshpar budget save RECIPE --folder {path}"
-            raise problem(f"folder {path}", "check its budgets", reason, fix, code="missing-file")
+        if not files or not path.exists():
+            reason = "it has no file *.json" if path.is_dir() else "there is no such file or folder"
+            fix = f"save budgets: meshpar budget save RECIPE --folder {path.parent if path.suffix else path}"
+            raise problem(str(path), "check its budgets", reason, fix, code="missing-file")
         yield from files
+
+
+def _loaded(file: Path) -> Budget | str:
+    """Return the budget of a file, or the error message."""
+    from meshpar.inspect.budget import Budget
+
+    try:
+        saved = Budget.load(file)
+        _check_repeatable(file, saved)
+    except MeshparError as error:
+        return str(error)
+    return saved
 
 
 def _check_repeatable(file: Path, saved: Budget) -> None:
@@ -186,6 +200,8 @@ def _compiled(programs: Sequence[Sequence[str]], jobs: int, cache: str | None) -
       jobs: maximum number of processes.
       cache: folder for compiled programs, "none", or None for the default.
     """
+    if not programs:
+        return []
     folder = str(cache_folder() / "explain") if cache is None else cache
     if folder != NO_CACHE and any("--cluster" in arguments for arguments in programs):
         _check_cache(folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshpar.inspect.render import Cell, Section, Style, Table, rich_of, short_source
 from meshpar.inspect.report import Report
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import check_number, problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.printing import Plain, flat, human_mesh, parsed
 from meshpar.sharding.units import human_bytes, human_flops, human_time
@@ -109,9 +109,14 @@ class Budget(Plain):
         where, fix = f"budget {path}", "save a budget with meshpar budget save RECIPE"
         data = read_json(path, where, fix)
         budget = parsed(Budget, data if isinstance(data, dict) else {}, where, fix)
-        if any(total.keys() != _NOTHING.keys() for total in flat(budget.totals).values()):
+        try:
+            is_wrong = any(total.keys() != _NOTHING.keys() for total in flat(budget.totals).values())
+        except AttributeError:  # not a mapping
+            is_wrong = True
+        if is_wrong:
             reason = f"each entry of `totals` must have {' and '.join(_NOTHING)}"
             raise problem(where, "read it", reason, fix, code="damaged-file")
+        check_number(where, "0.01", positive=False, tolerance=budget.tolerance)
         return budget
 
     def check_comparable(self, where: str, *, name: str, target: str, mesh: Mapping[str, int]) -> None:
@@ -225,10 +230,10 @@ class BudgetCheck(Plain):
     file: str
     """File of the budget."""
     program: str
-    """Recipe and target: `llama3_8b on h100:8x8`."""
+    """Recipe and target: `llama3_8b on h100:8x8`. The file if it is not a budget."""
     differences: tuple[Difference, ...] = ()
     error: str = ""
-    """Reason why the program was not compiled."""
+    """Reason why the program was not compared: the file is not a budget, or the program does not compile."""
     derived = ("is_over",)
 
     @property
@@ -253,7 +258,7 @@ class BudgetChecks(Plain):
         """The number of programs that exceed the budget, as a sentence."""
         over, failed = sum(check.is_over for check in self.checks), sum(bool(check.error) for check in self.checks)
         text = f"{over} of {len(self.checks)} programs exceed{'s' * (over == 1)} the budget"
-        return text + f", {failed} could not be compiled" * bool(failed)
+        return text + f", {failed} could not be compared" * bool(failed)
 
     @property
     def markdown(self) -> str:
@@ -284,7 +289,7 @@ _COLUMNS = ("program", "changed", "budget", "now", "where")
 
 def _rows(check: BudgetCheck) -> list[tuple[str, str, str, str, str]]:
     if check.error:
-        return [(check.program, "✘ not compiled", "", "", check.error)]
+        return [(check.program, "✘ not compared", "", "", check.error)]
     return [
         (check.program, f"{'✘' if d.is_over else '·'} {d.quantity}", d.before, d.after, d.where)
         for d in check.differences

@@ -90,18 +90,38 @@ def test_a_program_that_does_not_compile_is_an_error_and_others_are_compared(mes
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("change", "message"),
     [
-        ({"arguments": ()}, "does not name its recipe"),
-        ({"target": "NVIDIA H100"}, "saved for the local devices"),
+        (lambda fields: {**fields, "arguments": []}, "does not name its recipe"),
+        (lambda fields: {**fields, "target": "NVIDIA H100"}, "saved for the local devices"),
+        (lambda fields: [fields], "missing"),
+        (None, "not valid JSON"),
     ],
 )
-def test_budgets_that_cannot_be_repeated_are_refused(meshpar, fields, message, tmp_path):
-    dataclasses.replace(PROGRAM, **fields).save(tmp_path / "b.json")
-    code, _, err = meshpar("check", "b.json")
+def test_other_budgets_are_compared_if_a_file_cannot_be_read(meshpar, compiled, change, message, tmp_path):
+    compiled.append(dataclasses.replace(PROGRAM, peak_bytes=2 * 10**6))
+    folder = tmp_path / "budgets"
+    folder.mkdir()
+    text = "<<<<<<< HEAD\n" if change is None else json.dumps(change(PROGRAM.to_json()))
+    (folder / "a.json").write_text(text)
+    PROGRAM.save(folder / "b.json")
+    code, out, _ = meshpar("check", "--json", "--update", "--markdown", "table.md")
     assert code == 2
-    assert message in err
-    assert "meshpar budget save RECIPE" in err
+    broken, other = json.loads(out)["checks"]
+    assert (broken["file"], broken["program"]) == ("budgets/a.json", "budgets/a.json")
+    assert message in broken["error"]
+    assert "meshpar budget save RECIPE" in broken["error"]
+    assert other["is_over"]
+    assert Budget.load(folder / "b.json") == compiled[0]
+    assert (folder / "a.json").read_text() == text
+    assert "1 could not be compared" in (tmp_path / "table.md").read_text()
+
+
+def test_a_check_without_any_budget_compiles_nothing(meshpar, tmp_path):
+    (tmp_path / "b.json").touch()
+    code, out, _ = meshpar("check", "b.json")
+    assert code == 2
+    assert "1 could not be compared" in out
 
 
 @pytest.mark.parametrize(

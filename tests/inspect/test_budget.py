@@ -129,6 +129,7 @@ def test_load_refuses_other_files(tmp_path, text):
     [
         {"tolerence": 0.1},
         {"totals": {"data": {"all-reduce": {}}}},
+        {"totals": {"data": 8}},
     ],
 )
 def test_load_refuses_invalid_and_unknown_fields(budget, tmp_path, invalid):
@@ -136,6 +137,12 @@ def test_load_refuses_invalid_and_unknown_fields(budget, tmp_path, invalid):
     with raises("damaged-file") as error:
         Budget.load(tmp_path / "budget.json")
     assert next(iter(invalid)) in error.value.reason
+
+
+def test_load_refuses_tolerances_that_are_not_numbers(budget, tmp_path):
+    (tmp_path / "budget.json").write_text(json.dumps({**budget.to_json(), "tolerance": "5 %"}))
+    with raises("out-of-range", "tolerance"):
+        Budget.load(tmp_path / "budget.json")
 
 
 def test_comparison_of_two_reports(report, planted):
@@ -204,7 +211,7 @@ def test_table_of_several_programs(budget, report):
         )
     )
     assert checks.is_over
-    assert checks.verdict == "1 of 3 programs exceeds the budget, 1 could not be compiled"
+    assert checks.verdict == "1 of 3 programs exceeds the budget, 1 could not be compared"
     table = [line for line in checks.markdown.splitlines() if line.startswith("|")]
     assert table[0] == "| program | changed | budget | now | where |"
     assert {line.count("|") - line.count(r"\|") for line in table} == {6}
