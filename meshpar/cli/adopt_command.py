@@ -9,6 +9,7 @@ import sys
 import click
 
 from meshpar.cli.main import check_output_file, cluster_help, output_options, prepare_devices, print_report
+from meshpar.sharding.errors import problem
 
 
 @click.command()
@@ -38,7 +39,7 @@ from meshpar.cli.main import check_output_file, cluster_help, output_options, pr
     help="Argument of the class for a small version of the model, which is verified. Repeatable.",
 )  # fmt: skip
 @click.option("--verify/--no-verify", "verified", default=True, help="Compare the best layout with a single device.")
-@click.option("--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write the recipe to this file.")
+@click.option("--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write the recipe to this new file.")
 @output_options
 def adopt(
     target: str, inputs: str, settings: tuple[str, ...], cluster: str | None, loss: str | None, layouts: int,
@@ -53,6 +54,9 @@ def adopt(
     """
     if output:
         check_output_file(output, (".py",))
+        if os.path.exists(output):
+            reason, fix = "it exists already, perhaps with your changes", "name a new file, or remove it"
+            raise problem(output, "write the recipe", reason, fix, code="already-exists")
     prepare_devices(None, use_host=True)
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that modules of the current folder can be imported
     from meshpar.runs.adoption import adopt as run
@@ -62,9 +66,9 @@ def adopt(
             target, inputs, settings=settings, cluster=cluster, loss=loss, num_layouts=layouts, small=small,  # type: ignore[arg-type]
             verified=verified,
         )  # fmt: skip
+    print_report(adoption, as_json=as_json)
     if output:
         adoption.save(output)
-    print_report(adoption, as_json=as_json)
-    if output and not as_json:
-        click.echo(f"wrote {output}: meshpar train {output}")
+        if not as_json:
+            click.echo(f"wrote {output}: meshpar train {output}")
     sys.exit(0 if adoption.verified is None or adoption.verified.ok else 1)

@@ -425,10 +425,12 @@ class _Search:
         wrong = match.wrong.reshape(reference.array.shape)
         largest = math.inf if match.other is None else float(differences(reference.parts, match.other).max())
         finite = None if largest == math.inf else largest
-        lines = lines_of(node.frames)
         operands = dict.fromkeys(
             line for k in theirs for i in layout[k].inputs for line in lines_of(layout[i].frames)[:1]
         )
+        if kind == "not updated":  # the line that computes the new value, not the line that selects it
+            node, operands = self.reference.graph.nodes[self.selected(ours)], {}
+        lines = lines_of(node.frames)
         floats = [i for i in between if jnp.issubdtype(layout[i].dtype, jnp.inexact)]
         between = between if random else floats or between  # an index is rarely wrong if it is not random
         extra = dict.fromkeys(lines_of(layout[index].frames)[:_MAX_LINES] for index in between)
@@ -440,6 +442,16 @@ class _Search:
             wrong=float(match.wrong.mean()), rows=extent_of(match.wrong), largest=finite,
             tolerance=self.tolerances[first].largest, kind=kind, detail=detail, cause=CAUSES[kind],
         )  # fmt: skip
+
+    def selected(self, index: int) -> int:
+        """Return the node that computes the value of a copy or selection in the reference, or the node itself."""
+        nodes = self.reference.graph.nodes
+        node = nodes[index]
+        if node.primitive != "select_n" and node.primitive not in COPIES:
+            return index
+        values = [i for i in node.inputs if (nodes[i].shape, nodes[i].dtype) == (node.shape, node.dtype)]
+        computed = [i for i in map(self.selected, values) if nodes[i].primitive not in COPIES]
+        return computed[0] if len(computed) == 1 else index
 
     def before(self, result: str, index: int) -> np.ndarray | None:
         """Return the value of a result before the step, to compare with the value of a node."""

@@ -93,13 +93,8 @@ class Node:
 
     @property
     def is_numerical(self) -> bool:
-        """Whether the value is compared. False for random keys, and for equations that copy their input."""
-        return (
-            self.primitive not in COPIES
-            and self.dtype is not None
-            and not jnp.issubdtype(self.dtype, jax.dtypes.extended)
-            and 0 not in self.shape
-        )
+        """Whether the value is compared. False for equations that copy their input."""
+        return self.primitive not in COPIES and self.dtype is not None and 0 not in self.shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,13 +191,24 @@ def _add_equation(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Con
         results = [frozenset[int]().union(*args)] * len(eqn.outvars)
     for number, (var, reads) in enumerate(zip(eqn.outvars, results, strict=True)):
         label = str(params["name"]) if name == "name" else ""
-        shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
+        value = jax.eval_shape(_comparable, var.aval) if _is_key(var.aval) else var.aval
         node = Node(
             path=(*context.path, number), primitive=name, frames=context.frames, scope=context.scope, dims=context.dims,
-            shape=tuple(shape), dtype=dtype, inputs=sorted(reads), label=label,
+            shape=tuple(getattr(value, "shape", ())), dtype=getattr(value, "dtype", None), inputs=sorted(reads),
+            label=label,
         )  # fmt: skip
         nodes.append(node)
     return [frozenset({index}) for index in range(len(nodes) - len(results), len(nodes))]
+
+
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _comparable(x: Any) -> Any:
+    """Return random keys as their data."""
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
 def _add_scan(nodes: list[Node], eqn: Any, args: list[_Reads], context: _Context) -> list[_Reads]:
@@ -349,7 +355,7 @@ class _Evaluator:
             out = list(result) if eqn.primitive.multiple_results else [result]
         if self.is_noisy and (*path, 0) not in self.exact and (name not in EXACT or _is_narrowing(eqn)):
             out = [_with_noise(x, noise, is_cast=name in EXACT) for x in out]
-        captured |= {(*path, k): x for k, x in enumerate(out) if (*path, k) in self.selected}
+        captured |= {(*path, k): _comparable(x) for k, x in enumerate(out) if (*path, k) in self.selected}
         return out, captured
 
     def _scan(self, eqn: Any, args: list[Any], path: Path, noise: Any) -> tuple[list[Any], dict[Path, Any]]:

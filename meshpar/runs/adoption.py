@@ -33,6 +33,7 @@ from meshpar.runs.model_target import Inputs, parse_inputs, parse_target
 from meshpar.runs.recipe import Recipe, batch_shapes, build_model, build_optimizer, build_step
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.errors import MeshparError, check_choice, check_positive_int, problem
+from meshpar.sharding.host_resources import write_text
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import PyTree
@@ -105,11 +106,14 @@ class Adoption(Printed, Plain):
         return self.code.module().recipe()
 
     def save(self, path: str | Path) -> None:
-        """Write the recipe as a Python file. Raises `MeshparError` if the model is defined in a notebook."""
+        """Write the recipe as a Python file.
+
+        Raises `MeshparError` if the model is defined in a notebook, or if the file cannot be written.
+        """
         if "__main__" in self.code.target.modules:
             reason, fix = "another program cannot import it from a notebook", "define it in a Python file"
             raise problem(f"`{self.target}`", "write a recipe with this model", reason, fix, code="unsupported-feature")
-        Path(path).write_text(self.text)
+        write_text(path, self.text, "recipe")
 
     def __rich__(self) -> Any:
         from rich.console import Group

@@ -27,8 +27,15 @@ def meshpar(*words: str, env: dict[str, str], cwd: Path) -> str:
 
 def test_inputs_are_required_and_the_output_is_checked_first(tmp_path: Path) -> None:
     assert "Missing option '--inputs'" in CliRunner().invoke(adopt, MLP[:1]).output
-    error = CliRunner().invoke(adopt, [*MLP, "--output", str(tmp_path / "recipe.txt")]).exception
-    assert "its name must end in .py" in str(error)
+    (tmp_path / "edited.py").write_text("changes")
+    for name, reason in {
+        "recipe.txt": "its name must end in .py",
+        "edited.py": "it exists already",
+        "none/recipe.py": "there is no folder",
+    }.items():
+        error = CliRunner().invoke(adopt, ["no_module:Net", *MLP[1:], "--output", str(tmp_path / name)]).exception
+        assert reason in str(error)
+    assert (tmp_path / "edited.py").read_text() == "changes"
 
 
 @pytest.mark.matrix

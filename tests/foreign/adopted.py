@@ -72,7 +72,7 @@ TARGETS = {
         "MistralForCausalLM", "mistral", POSITIONS, "MistralConfig", f"{DECODER} num_key_value_heads=2"
     ),
     "resnet": transformers(
-        "ResNetForImageClassification", "resnet", "pixel_values=float32[32,16,16,3],deterministic=False",
+        "ResNetForImageClassification", "resnet", "pixel_values=float32[32,32,32,3],deterministic=False",
         "ResNetConfig", "embedding_size=16 hidden_sizes=[16,32] depths=[1,1] layer_type=basic num_labels=8", "resnet",
     ),
     "bart": transformers(

@@ -155,7 +155,6 @@ FAULTS = {
     "parameters are not updated": DiffFault(
         "optimizer", "training.step", "params = optax.apply_updates(old, updates)",
         "params = optax.apply_updates(old, updates) if setup.mesh.size == 1 else old", "mlp", "data=2; ddp()",
-        at="lambda new, before: jnp.where(is_applied, new, before)",
     ),
     # Strategies
     "loss of a device": DiffFault(
@@ -260,6 +259,9 @@ def planted(fault: DiffFault) -> Iterator[tuple[str, range]]:
     """
     for engine in ("layer_loop", "xla", "fsdp", "stages"):  # a later import would keep the fault
         importlib.import_module(f"meshpar.training.gradients.{engine}")
+    for package in (mp, mp.collectives):  # names that are imported on first use would keep it, too
+        for name in package.__all__:
+            getattr(package, name)
     module = diff_models if fault.module == "model" else importlib.import_module(f"meshpar.{fault.module}")
     file = Path(module.__file__ or "")
     source = file.read_text()
@@ -288,11 +290,13 @@ def planted(fault: DiffFault) -> Iterator[tuple[str, range]]:
     text = fault.at or fault.old
     assert source.count(text) == 1, text
     first = source[: source.index(text)].count("\n") + 1
+    jax.clear_caches()  # traces of functions that call the replaced functions
     try:
         yield str(file), range(first, first + text.rstrip("\n").count("\n") + 1)
     finally:
         for owner, name, value in reversed(replaced):
             setattr(owner, name, value)
+        jax.clear_caches()
 
 
 def difference(program: str, case: str, *, compute: str | None = None, find_origin: bool = True) -> ValueDifference:

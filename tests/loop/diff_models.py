@@ -249,10 +249,10 @@ def optimizer():
 
 # ---- Experts ---------------------------------------------------------------------------------------------------------
 
-EXPERTS = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=4, auxiliary_weight=0.1)
 
-
-def routed_model():
+def routed_model(auxiliary_weight=0.1, scale=1.0):
+    """Return two MoE layers, whose inputs are tokens and optionally a mask of padding."""
+    config = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=4, auxiliary_weight=auxiliary_weight)
     shapes = {"router": (2, 4, 4), "gate": (2, 4, 4, 4), "up": (2, 4, 4, 4), "down": (2, 4, 4, 4)}
     stacked, names = ("layers", "expert"), {"table": (None, "embed"), "layers/router": ("layers", "embed", "expert")}
     names |= {f"layers/{name}": (*stacked, "embed", "mlp") for name in ("gate", "up")}
@@ -260,16 +260,16 @@ def routed_model():
 
     def init(key):
         keys = jax.random.split(key, 5)
-        layers = {name: jax.random.normal(k, shapes[name]) for name, k in zip(shapes, keys, strict=False)}
-        return {"table": jax.random.normal(keys[4], (8, 4)), "layers": layers}
+        layers = {name: jax.random.normal(k, shapes[name]) * scale for name, k in zip(shapes, keys, strict=False)}
+        return {"table": jax.random.normal(keys[4], (8, 4)) * scale, "layers": layers}
 
-    def layer(x, weights):
-        y, stats = moe_layer(x, Weights(**weights), EXPERTS)
+    def layer(x, weights, mask=None):
+        y, stats = moe_layer(x, Weights(**weights), config, mask=mask)
         return x + y, stats.aux
 
-    def apply(params, tokens):
-        x, aux = mp.scan_layers(layer, params["table"][tokens], params["layers"])
-        report_layers(aux, EXPERTS)
+    def apply(params, tokens, mask=None):
+        x, aux = mp.scan_layers(layer, params["table"][tokens], params["layers"], per_example=mask)
+        report_layers(aux, config)
         return x
 
     return mp.from_functions(init, apply, names=names)

@@ -35,12 +35,12 @@ def squares(model, batch, key):
     return mp.SumLoss(((model(batch["x"]) - 1) ** 2).sum()), {}
 
 
-def found(product, **options):
+def found(product, loss=squares, **options):
     state = mp.init_state(linear(product), optax.sgd(0.1), mesh=one_device(), strategy=mp.ddp(), key=0)
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     mesh = mp.MeshSpec(tensor=2).build(jax.devices()[:2])
     options = {"mesh": mesh, "strategy": mp.ddp() | mp.tensor_parallel(), **options}
-    return mp.diff(mp.train_step(squares), state, {"x": x}, **options)
+    return mp.diff(mp.train_step(loss), state, {"x": x}, **options)
 
 
 def test_missing_reduction_is_named():
@@ -88,9 +88,10 @@ def old_moments(is_wrong):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind"), [(row_norms, "factor"), pytest.param(old_moments, "not updated", marks=pytest.mark.matrix)]
+    ("make", "kind", "line"),
+    [(row_norms, "factor", 4), pytest.param(old_moments, "not updated", 5, marks=pytest.mark.matrix)],
 )
-def test_kinds_of_wrong_optimizers(make, kind):
+def test_kinds_of_wrong_optimizers(make, kind, line):
     traces = []
 
     def is_wrong():  # in the second trace
@@ -103,6 +104,20 @@ def test_kinds_of_wrong_optimizers(make, kind):
     batch = {"x": np.ones((4, 8), np.float32)}
     difference = mp.diff(mp.train_step(squares), state, batch, mesh=mesh, strategy=mp.ddp() | mp.tensor_parallel())
     assert difference.origin.kind == kind
+    assert (__file__, make.__code__.co_firstlineno + line) in [x[:2] for x in difference.origin.lines]
+    assert not difference.origin.source.file.endswith("training/step.py")
+
+
+@pytest.mark.matrix
+def test_line_of_a_random_key_comes_first():
+    def noisy(model, batch, key):
+        if jax.sharding.get_abstract_mesh().size > 1:
+            key = jax.random.fold_in(key, 1)
+        return mp.SumLoss(((model(batch["x"] + jax.random.normal(key, batch["x"].shape))) ** 2).sum()), {}
+
+    difference = found(jnp.dot, loss=noisy)
+    assert difference.origin.kind == "random"
+    assert difference.origin.lines[0][:2] == (__file__, noisy.__code__.co_firstlineno + 2)
 
 
 @pytest.mark.matrix

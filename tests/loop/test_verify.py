@@ -19,9 +19,9 @@ from meshpar.layers.auxiliary import report
 from meshpar.loop import verify as verifying
 from meshpar.loop.verify import named
 from meshpar.models import token_mask
-from meshpar.moe import MoEConfig, Routing, Weights, moe_layer, report_layers
 from tests.errors import raises
 from tests.grid import cases
+from tests.loop.diff_models import routed_model
 
 NAMES = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
 
@@ -205,31 +205,6 @@ def test_random_layouts_find_a_planted_fault(plant, name):
 
 # ---- Faults in routers -----------------------------------------------------------------------------------------------
 
-EXPERTS = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=4, auxiliary_weight=10.0)
-
-
-def routed_model():
-    shapes = {"router": (2, 4, 4), "gate": (2, 4, 4, 4), "up": (2, 4, 4, 4), "down": (2, 4, 4, 4)}
-    stacked, names = ("layers", "expert"), {"table": (None, "embed"), "layers/router": ("layers", "embed", "expert")}
-    names |= {f"layers/{name}": (*stacked, "embed", "mlp") for name in ("gate", "up")}
-    names["layers/down"] = (*stacked, "mlp", "embed")
-
-    def init(key):
-        keys = jax.random.split(key, 4)
-        layers = {name: jax.random.normal(key, shapes[name]) / 3 for name, key in zip(shapes, keys, strict=True)}
-        return {"table": jax.random.normal(key, (8, 4)) / 3, "layers": layers}
-
-    def layer(x, weights, mask):
-        y, stats = moe_layer(x, Weights(**weights), EXPERTS, mask=mask)
-        return x + y, stats.aux
-
-    def apply(params, tokens, mask):
-        x, aux = mp.scan_layers(layer, params["table"][tokens], params["layers"], per_example=mask)
-        report_layers(aux, EXPERTS)
-        return x
-
-    return mp.from_functions(init, apply, names=names)
-
 
 def routed_loss(model, batch, key):
     errors = ((model(batch["inputs"], token_mask(batch)) - 1) ** 2).sum(-1) * batch["weights"]
@@ -281,8 +256,9 @@ def test_verify_changes_tokens_in_the_padding(counts_padding):
 @pytest.mark.parametrize("name", ROUTER_FAULTS)
 def test_verify_finds_a_fault_of_a_router(plant, name):
     fault = ROUTER_FAULTS[name]
+    model = routed_model(auxiliary_weight=10.0, scale=1 / 3)
     plant(fault)
-    result = mp.verify(routed_model(), routed_loss, sorted_batch(), case=fault.case, dtype="float32")
+    result = mp.verify(model, routed_loss, sorted_batch(), case=fault.case, dtype="float32")
     assert [text.partition(":")[0] for text in result.left_out] == ["micro-steps and pipelines"]
     assert result.ok == (not fault.words)
     if fault.words:
