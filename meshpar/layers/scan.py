@@ -420,5 +420,5 @@ def leaf_at(stack_path: str, path: str, leaves: Mapping[str, _Leaf], layout: Cal
     where = f"scan_layers(path={stack_path!r})" + f", parameter `{path}`" * bool(path)
     reason = f"{len(matches) or 'no'} parameters have paths that end in `{suffix[1:]}`"
     reason += ", and their layouts differ" * bool(matches)
-    fix = near_or(suffix[1:], leaves, "pass the path of the stacked layers as `at`")
+    fix = near_or(suffix[1:], leaves, "pass the full path of the stacked layers as `path`")
     raise problem(where, "gather it for a layer", reason, fix, "conflict" if matches else "not-found")

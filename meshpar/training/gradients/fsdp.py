@@ -24,14 +24,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.layers.precision import NUMERICS
-from meshpar.layers.scan import PrefetchedWeight, leaf_at, running
+from meshpar.layers.scan import Layer, LayerRunner, PrefetchedWeight, leaf_at, running
 from meshpar.parallel.execution import Execution, LayerGather, layer_elements, owned_axes
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import problem
@@ -150,7 +152,7 @@ def _by_messages(
 
         def with_weights(terms: Callable[..., Any], params: PyTree, *args: Any) -> Any:
             layout = functools.partial(messages.layout, noise)
-            with _in_layer_loop(setup, step.gathering, layout, stacks=messages.stacks):
+            with _in_layer_loop(setup, step.gathering, layout):
                 return terms(messages.gather_unstacked(params, noise), *args)
 
         def step_of(loss: Loss) -> MicroStep:
@@ -165,6 +167,7 @@ def _by_messages(
             sums = region.sums(loss, step_once, params, extra, examples, key)
             sums = sums.replace(grads=messages.scatter_all(sums.grads, noise))
         else:
+            _check_stacks(loss, setup, messages, messages.gather_unstacked(params, noise), extra, examples, key)
             sums = region.sums(loss, step_of, params, extra, examples, key, call=with_weights)
         return sums.replace(grads=messages.reduce_across(sums.grads, noise)) if messages.deferred_axes else sums
 
@@ -187,33 +190,57 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
     return micro_step
 
 
-@contextlib.contextmanager
-def _in_layer_loop(
-    setup: Setup, gathering: LayerGather, layout: Callable[[str], LayerLayout], stacks: list[str] | None = None
-) -> Iterator[None]:
-    """Run the stacked layers of the model in a `LayerLoop`, and check that there are any.
+class _WithoutWeights(LayerRunner):
+    """Runs stacked layers with zeros as their weights, so that no result depends on these."""
 
-    `stacks` are the paths of parameters that only the loop gathers. None: XLA gathers what the loop does not.
+    def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
+        params, *others = inputs
+        return super().run(stack_path, layer, x, (jax.tree.map(jnp.zeros_like, params), *others))
+
+
+def _check_stacks(loss: Loss, setup: Setup, messages: WeightMessages, params: PyTree, *args: Any) -> None:
+    """Check that the loss uses weights that are gathered layer by layer only in `scan_layers`.
+
+    Elsewhere it would receive the local shard. A penalty on these weights would be the penalty on a shard.
     """
+    decisions = {decision.path: decision for decision in setup.table.params}
+    shapes = {path: jax.ShapeDtypeStruct(decisions[path].leaf.shape, messages.leaves[path].compute)
+              for path in messages.stacks}  # fmt: skip
+
+    def run(stacks: dict[str, jax.Array]) -> Any:
+        full = jax.tree_util.tree_map_with_path(lambda path, x: stacks.get(path_str(path), x), params)
+        with running(_WithoutWeights()):
+            return loss(full, *args)
+
+    jaxpr = jax.make_jaxpr(run)(shapes).jaxpr
+    is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    for path, used in zip(sorted(shapes), is_used, strict=True):
+        if used:
+            where, requested = f"strategy {setup.strategy.label}, parameter `{path}`", "gather it for each layer"
+            reason = "the loss uses it outside of mp.scan_layers, where each device has only a shard"
+            fix = (
+                "run the layers with mp.scan_layers(layer, x, params), return penalties on weights as mp.Aux(loss, {})"
+            )
+            raise problem(where, requested, reason, f"{fix} of a layer, or remove quantize", "unsupported-feature")
+
+
+@contextlib.contextmanager
+def _in_layer_loop(setup: Setup, gathering: LayerGather, layout: Callable[[str], LayerLayout]) -> Iterator[None]:
+    """Run the stacked layers of the model in a `LayerLoop`, and check that there are any."""
     if gathering == LayerGather():
         yield
         return
-    context, cause = NUMERICS.value, None
+    context = NUMERICS.value
     assert context is not None
     before = context.num_scans
-    try:
-        decisions = {decision.path: decision for decision in setup.table.params}
-        with running(LoopRunner(layout, decisions, gathering)):
-            yield
-    except (TypeError, ValueError) as error:  # layers that received shards of their weights
-        if not stacks or context.num_scans > before:
-            raise
-        cause = error
-    if context.num_scans == before and (stacks is None or stacks):
-        where = f"strategy {setup.strategy.label}" + (f", parameter `{stacks[0]}`" if stacks else "")
+    decisions = {decision.path: decision for decision in setup.table.params}
+    with running(LoopRunner(layout, decisions, gathering)):
+        yield
+    if context.num_scans == before and (gathering.ahead or gathering.keep):
         reason = "the model marks no layer: it never calls meshpar.scan_layers"
-        fix = "run its stacked layers with mp.scan_layers(layer, x, params), or remove prefetch, keep and quantize"
-        raise problem(where, "gather the weights of each layer", reason, fix, "unsupported-feature") from cause
+        fix = "run its stacked layers with mp.scan_layers(layer, x, params), or remove prefetch and keep"
+        requested = "gather the weights of each layer"
+        raise problem(f"strategy {setup.strategy.label}", requested, reason, fix, "unsupported-feature")
 
 
 def _constrained_layout(setup: Setup, stack_path: str) -> LayerLayout:

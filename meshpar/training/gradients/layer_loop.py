@@ -70,6 +70,11 @@ class LoopRunner(LayerRunner):
 
     def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
         layout, (params, extra, caches) = self.layout(stack_path), inputs
+        matches = self._matches(stack_path, params)
+        weights = jax.tree.leaves(params, is_leaf=_is_ahead)
+        if any(x.ndim < len(match.leaf.shape) for x, match in zip(weights, jax.tree.leaves(matches), strict=True)):
+            # An outer layer contains the stack. Its weights were gathered with the weights of that layer.
+            return super().run(stack_path, layer, x, inputs)
 
         def on_weights(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
             return layer(x, (layout.weights(inputs[0]), *inputs[1:]))
@@ -83,17 +88,19 @@ class LoopRunner(LayerRunner):
         def run(layer: Layer, x: Any) -> Any:
             if is_plain:
                 return scanned(layer, x, inputs)
-            return looped(layer, x, (params, extra), layout, self.gathering, self._is_trained(stack_path, params))
+            is_trained = jax.tree.map(lambda _, match: match.leaf.is_trained, params, matches)
+            return looped(layer, x, (params, extra), layout, self.gathering, is_trained)
 
         with jax.named_scope(stack_path):
             return on_slices(layer, x, run)
 
-    def _is_trained(self, stack_path: str, params: PyTree) -> PyTree:
-        def is_trained(path: Any, weight: jax.Array) -> bool:
-            match = leaf_at(stack_path, path_str(path), self.decisions, lambda match: match.leaf.is_trained)
-            return match.leaf.is_trained
+    def _matches(self, stack_path: str, params: PyTree) -> PyTree:
+        """Return the decision of the parameter for each weight of a stack."""
 
-        return jax.tree_util.tree_map_with_path(is_trained, params)
+        def match(path: Any, weight: jax.Array) -> Decision:
+            return leaf_at(stack_path, path_str(path), self.decisions, lambda match: match.leaf.is_trained)
+
+        return jax.tree_util.tree_map_with_path(match, params, is_leaf=_is_ahead)
 
 
 def looped(

@@ -156,7 +156,7 @@ class WeightMessages:
     def _map_layer(self, stack_path: str, f: Callable[[MessageLeaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
         def of_layer(path: Any, x: jax.Array) -> jax.Array:
             name = path_str(path)
-            leaf = leaf_at(stack_path, name, self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
+            leaf = leaf_at(stack_path, name, self.leaves, lambda leaf: dataclasses.replace(leaf, path="", index=0))
             layer = dataclasses.replace(
                 leaf, batch=leaf.batch[1:], owned=leaf.owned[1:], others=leaf.others[1:], shard=leaf.shard[1:]
             )

@@ -6,6 +6,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +16,10 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.parallel import parse_strategy
+from tests.equal import mesh_of
+from tests.errors import raises
 from tests.grid import cases
+from tests.training.gradients.test_weight_messages import EXACT as EXACT_MESSAGES
 from tests.training.gradients.test_weight_messages import one_step
 
 MESHES = {
@@ -93,6 +97,91 @@ def test_all_settings_have_the_same_gradients(mesh, wire, loop, reduction):
         expected = gradients_of(mesh, wire, "at use", reduction)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
+
+# ---- Stacks of layers ------------------------------------------------------------------------------------------------
+
+TWO_AXES = "fsdp(axis=('data', 'fsdp'), min_bytes=0{})"
+ROWS = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+
+
+def stacks_model(shapes, apply):
+    """Return a model with a float32 or bfloat16 weight `[layers, ..., embed, width]` for each path."""
+
+    def init(key):
+        return {
+            path: jax.random.normal(jax.random.fold_in(key, index), shape, dtype) / 4
+            for index, (path, (shape, dtype)) in enumerate(shapes.items())
+        }
+
+    names = {
+        path: ("layers", *(None,) * (len(shape) - 3), "embed", None) for path, (shape, _) in shapes.items()
+    }  # fmt: skip
+    return mp.from_functions(init, apply, names=names)
+
+
+def after_a_step(model, loss, strategy, **options):
+    spec = {"data": 1} if strategy == "ddp()" else {"data": 2, "fsdp": 2}
+    mesh, parsed = mesh_of(mp.MeshSpec(**spec)), parse_strategy(strategy)
+    state = mp.init_state(model, optax.sgd(1.0), mesh=mesh, strategy=parsed, key=0)
+    state, metrics = mp.train_step(loss, **options)(state, mp.shard_batch(ROWS, mesh, parsed))
+    return jax.device_get((state.params, metrics))
+
+
+def mean_square(model, batch, key):
+    squared = model(batch) ** 2
+    return mp.MeanLoss(squared.sum(), float(squared.size)), {}
+
+
+WITH_MESSAGES = f", quantize={EXACT_MESSAGES}"
+
+
+@pytest.mark.parametrize("settings", cases(WITH_MESSAGES, grid=[WITH_MESSAGES, ", prefetch=1, keep=2"]))
+def test_layers_that_contain_a_stack_have_the_same_gradients(settings):
+    def apply(params, x):
+        def layer(x, weights):
+            x = x + jnp.tanh(x @ weights["up"])
+            return mp.scan_layers(
+                lambda x, w: x + jnp.tanh(x @ w), x, weights["inner"], path="layers/inner", staged=False
+            )
+
+        return mp.scan_layers(layer, x, {name: params[f"layers/{name}"] for name in ("up", "inner")})
+
+    shapes = {"layers/up": (3, 8, 8), "layers/inner": (3, 2, 8, 8)}
+    model = stacks_model({path: (shape, jnp.float32) for path, shape in shapes.items()}, apply)
+    actual, expected = (after_a_step(model, mean_square, strategy) for strategy in (TWO_AXES.format(settings), "ddp()"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+def test_penalty_on_stacked_weights_is_refused_if_layers_gather_them():
+    """Each device would add the penalty on its shard."""
+
+    def penalized(model, batch, key):
+        y, penalty = model(batch)
+        return (y**2).mean() + penalty, {}
+
+    def apply(params, x):
+        return mp.scan_layers(lambda x, w: x @ w, x, params["up"], path="up"), (params["up"] ** 2).sum()
+
+    model = stacks_model({"up": ((3, 8, 8), jnp.float32)}, apply)
+    with raises("unsupported-feature", "`up`"):
+        after_a_step(model, penalized, TWO_AXES.format(", quantize='int8'"), loss_is="mean_over_examples")
+
+
+@pytest.mark.parametrize("other", [((2, 16, 16), jnp.float32), ((2, 8, 8), jnp.bfloat16)], ids=["shape", "dtype"])
+def test_equal_ends_of_paths_need_equal_shapes_and_dtypes(other):
+    def apply(params, x):
+        def layer(x, w):
+            return x + x @ w.astype(x.dtype)
+
+        x = mp.scan_layers(layer, x, params["a/layers"], path="layers")
+        return mp.scan_layers(layer, jnp.tile(x, other[0][-1] // 8), params["b/layers"], path="layers")
+
+    model = stacks_model({"a/layers": ((3, 8, 8), jnp.float32), "b/layers": other}, apply)
+    with raises("conflict", "layers"):
+        after_a_step(model, mean_square, TWO_AXES.format(", quantize='int8'"))
+
+
+# ---- Collectives -----------------------------------------------------------------------------------------------------
 
 DECODER = TransformerConfig(
     vocab_size=256, num_layers=3, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128
