@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -167,7 +167,8 @@ def _by_messages(
             sums = region.sums(loss, step_once, params, extra, examples, key)
             sums = sums.replace(grads=messages.scatter_all(sums.grads, noise))
         else:
-            _check_stacks(loss, setup, messages, messages.gather_unstacked(params, noise), extra, examples, key)
+            dtypes = {path: messages.leaves[path].compute for path in messages.stacks}
+            check_stacks(loss, setup, dtypes, messages.gather_unstacked(params, noise), extra, examples, key)
             sums = region.sums(loss, step_of, params, extra, examples, key, call=with_weights)
         return sums.replace(grads=messages.reduce_across(sums.grads, noise)) if messages.deferred_axes else sums
 
@@ -198,14 +199,20 @@ class _WithoutWeights(LayerRunner):
         return super().run(stack_path, layer, x, (jax.tree.map(jnp.zeros_like, params), *others))
 
 
-def _check_stacks(loss: Loss, setup: Setup, messages: WeightMessages, params: PyTree, *args: Any) -> None:
-    """Check that the loss uses weights that are gathered layer by layer only in `scan_layers`.
+def check_stacks(
+    loss: Loss, setup: Setup, dtypes: Mapping[str, Any], params: PyTree, *args: Any, remove: str = "quantize"
+) -> None:
+    """Check that the loss uses some stacked weights only in `scan_layers`.
 
-    Elsewhere it would receive the local shard. A penalty on these weights would be the penalty on a shard.
+    Elsewhere it would receive the local weights. A penalty on all weights would be the penalty on these.
+
+    Args:
+      dtypes: compute dtypes of the stacked weights by path.
+      params, args: arguments of the loss. Other parameters than the stacked weights have the shapes of the model.
+      remove: the setting that distributes the weights.
     """
     decisions = {decision.path: decision for decision in setup.table.params}
-    shapes = {path: jax.ShapeDtypeStruct(decisions[path].leaf.shape, messages.leaves[path].compute)
-              for path in messages.stacks}  # fmt: skip
+    shapes = {path: jax.ShapeDtypeStruct(decisions[path].leaf.shape, dtype) for path, dtype in dtypes.items()}
 
     def run(stacks: dict[str, jax.Array]) -> Any:
         full = jax.tree_util.tree_map_with_path(lambda path, x: stacks.get(path_str(path), x), params)
@@ -216,12 +223,12 @@ def _check_stacks(loss: Loss, setup: Setup, messages: WeightMessages, params: Py
     is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
     for path, used in zip(sorted(shapes), is_used, strict=True):
         if used:
-            where, requested = f"strategy {setup.strategy.label}, parameter `{path}`", "gather it for each layer"
-            reason = "the loss uses it outside of mp.scan_layers, where each device has only a shard"
+            where, requested = f"strategy {setup.strategy.label}, parameter `{path}`", "distribute it by layer"
+            reason = "the loss uses it outside of mp.scan_layers, where each device has only a part of it"
             fix = (
                 "run the layers with mp.scan_layers(layer, x, params), return penalties on weights as mp.Aux(loss, {})"
             )
-            raise problem(where, requested, reason, f"{fix} of a layer, or remove quantize", "unsupported-feature")
+            raise problem(where, requested, reason, f"{fix} of a layer, or remove {remove}", "unsupported-feature")
 
 
 @contextlib.contextmanager

@@ -119,9 +119,9 @@ def stacks_model(shapes, apply):
     return mp.from_functions(init, apply, names=names)
 
 
-def after_a_step(model, loss, strategy, **options):
+def after_a_step(model, loss, strategy, mesh=None, **options):
     spec = {"data": 1} if strategy == "ddp()" else {"data": 2, "fsdp": 2}
-    mesh, parsed = mesh_of(mp.MeshSpec(**spec)), parse_strategy(strategy)
+    mesh, parsed = mesh_of(mp.MeshSpec(**(mesh or spec))), parse_strategy(strategy)
     state = mp.init_state(model, optax.sgd(1.0), mesh=mesh, strategy=parsed, key=0)
     state, metrics = mp.train_step(loss, **options)(state, mp.shard_batch(ROWS, mesh, parsed))
     return jax.device_get((state.params, metrics))
@@ -152,8 +152,15 @@ def test_layers_that_contain_a_stack_have_the_same_gradients(settings):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
-def test_penalty_on_stacked_weights_is_refused_if_layers_gather_them():
-    """Each device would add the penalty on its shard."""
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ({"data": 2, "fsdp": 2}, TWO_AXES.format(", quantize='int8'")),
+        ({"stage": 3}, "pipeline_parallel(stages=3, microbatches=2)"),
+    ],
+)
+def test_penalty_on_weights_of_layers_is_refused_outside_of_them(mesh, strategy):
+    """Each device would add the penalty on its shard or on its layers."""
 
     def penalized(model, batch, key):
         y, penalty = model(batch)
@@ -164,7 +171,7 @@ def test_penalty_on_stacked_weights_is_refused_if_layers_gather_them():
 
     model = stacks_model({"up": ((3, 8, 8), jnp.float32)}, apply)
     with raises("unsupported-feature", "`up`"):
-        after_a_step(model, penalized, TWO_AXES.format(", quantize='int8'"), loss_is="mean_over_examples")
+        after_a_step(model, penalized, strategy, mesh, loss_is="mean_over_examples")
 
 
 @pytest.mark.parametrize("other", [((2, 16, 16), jnp.float32), ((2, 8, 8), jnp.bfloat16)], ids=["shape", "dtype"])
