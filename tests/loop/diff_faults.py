@@ -158,19 +158,19 @@ FAULTS = {
     ),
     # Strategies
     "loss of a device": DiffFault(
-        "strategy", "training.gradients.per_device", "lax.psum((sums.loss, sums.metrics), axes)",
-        "(sums.loss, sums.metrics)", "mlp", f"data=2; ddp(); {ONCE}", at="        return jax.shard_map(\n",
+        "strategy", "training.gradients.batch_region", "lax.psum((sums.loss, sums.metrics), self.axes)",
+        "(sums.loss, sums.metrics)", "mlp", f"data=2; ddp(); {ONCE}", at="        sums = jax.shard_map(\n",
     ),
     "reduction over the wrong axis": DiffFault(
-        "strategy", "training.gradients.per_device", "sums = _reduce_all_but_gradients(sums, axes)",
-        "sums = _reduce_all_but_gradients(sums, axes[:1])", "mlp", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
+        "strategy", "training.gradients.batch_region", "lax.psum((sums.loss, sums.metrics), self.axes)",
+        "lax.psum((sums.loss, sums.metrics), self.axes[:1])", "mlp", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
     ),
     "gradients of a group": DiffFault(
-        "strategy", "training.gradients.per_device", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
+        "strategy", "training.gradients.fsdp", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
         "g[(0,) * len(remaining)]", "mlp", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2",
     ),
     "gradients that are not finite": DiffFault(
-        "strategy", "training.gradients.per_device", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
+        "strategy", "training.gradients.fsdp", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
         "g[(0,) * len(remaining)] * np.nan", "mlp", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2",
     ),
     "a lost micro-step": DiffFault(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import random
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,25 +78,27 @@ class Fault(NamedTuple):
     case: str
     loss: object = squares
     words: str = "step 1: "
+    at: str = ""
+    """The line that is reported, if it is not `old`."""
 
 
 ONCE = "accumulate=2, reduce_gradients=once"
 FAULTS = {
     "a dropped psum of the loss": Fault(
-        "training.gradients.per_device", "lax.psum((sums.loss, sums.metrics), axes)",
+        "training.gradients.batch_region", "lax.psum((sums.loss, sums.metrics), self.axes)",
         "(sums.loss, sums.metrics)", f"data=2; ddp(); {ONCE}",
     ),
     "gradients of one group": Fault(
-        "training.gradients.per_device", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
+        "training.gradients.fsdp", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
         "g[(0,) * len(remaining)]", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2", words="step 1: gradient",
     ),
     "gradients that are not finite": Fault(
-        "training.gradients.per_device", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
+        "training.gradients.fsdp", "lax.reduce(g, zero, lax.add, range(len(remaining)))",
         "g[(0,) * len(remaining)] * np.nan", "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2", words="step 1: gradient",
     ),
     "a reduction over the wrong axis": Fault(
-        "training.gradients.per_device", "sums = _reduce_all_but_gradients(sums, axes)",
-        "sums = _reduce_all_but_gradients(sums, axes[:1])", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
+        "training.gradients.batch_region", "lax.psum((sums.loss, sums.metrics), self.axes)",
+        "lax.psum((sums.loss, sums.metrics), self.axes[:1])", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
     ),
     "a lost micro-step": Fault(
         "training.accumulation", "(batches, keys))",
@@ -153,23 +154,12 @@ FAULTS = {
 
 
 @pytest.fixture
-def plant(monkeypatch):
-    """Run the changed source of a module, and replace its functions in all modules that have imported them."""
+def plant():
+    """Return a function that plants a fault until the end of the test; see `diff_faults.planted`."""
+    from tests.loop import diff_faults  # which imports this module
 
-    def planted(fault):
-        for engine in ("layer_loop", "xla", "fsdp", "stages"):  # a later import would keep the fault
-            importlib.import_module(f"meshpar.training.gradients.{engine}")
-        module = importlib.import_module(f"meshpar.{fault.module}")
-        source = Path(module.__file__).read_text()
-        assert source.count(fault.old) == 1, fault.old
-        changed = {**vars(module)}
-        exec(compile(source.replace(fault.old, fault.new), module.__file__, "exec"), changed)
-        for other in [loaded for name, loaded in sys.modules.items() if name.partition(".")[0] == "meshpar"]:
-            for name, value in list(vars(other).items()):
-                if callable(value) and getattr(value, "__module__", None) == module.__name__ and name in changed:
-                    monkeypatch.setattr(other, name, changed[name])
-
-    return planted
+    with contextlib.ExitStack() as stack:
+        yield lambda fault: stack.enter_context(diff_faults.planted(fault))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +190,8 @@ def test_random_layouts_find_a_planted_fault(plant, name):
     assert smallest is not None
     assert verified(case=smallest.case, loss=fault.loss).smallest == smallest
     num_axes, limit = (sum(size > 1 for size in named(case).mesh.values()) for case in (smallest.case, fault.case))
-    assert num_axes <= limit
+    # If an option is removed first, the remaining options may need two axes.
+    assert num_axes <= max(limit, 2)
 
 
 # ---- Faults in routers -----------------------------------------------------------------------------------------------

@@ -945,7 +945,6 @@ STAGES = {"mesh": "stage=2,fsdp=4", "strategy": "pipeline_parallel(stages=2,micr
         ({"mesh": "foo=8"}, "its 8 ranks would repeat the same work"),
         ({**STAGES, "accumulate": 2}, "train_step(accumulate=...) with"),
         ({**STAGES, "strategy": STAGES["strategy"].replace("fsdp()", "fsdp(prefetch=1)")}, "Remove prefetch"),
-        ({**STAGES, "strategy": STAGES["strategy"].replace("fsdp()", "fsdp(quantize='int8')")}, "quantize with"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "accumulate": 0}, "train_step: cannot set accumulate=0"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "batch_slices": "2"}, "batch_slices='2'"),
         ({"mesh": "fsdp=8", "strategy": "fsdp()", "remat": "save:x"}, "must be one of None, "),
