@@ -164,10 +164,8 @@ def regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
     It saves results according to `policy`, or all of them if `policy` is None.
     """
 
-    def regather(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if policy is None:
-            fused = primitive.name in _LAYOUT_ONLY | _ELEMENTWISE
-            return not fused and not _shards_first_dim_fully(primitive, params)
-        return policy(primitive, *operands, **params)
+    def regather(primitive: Any, *operands: Any, **params: Any) -> bool:
+        fused = primitive.name in _LAYOUT_ONLY | _ELEMENTWISE
+        return not fused and not _shards_first_dim_fully(primitive, params)
 
-    return regather
+    return regather if policy is None else policy

@@ -225,6 +225,7 @@ def scan_layers(
         train_step(remat=...)           each layer is recomputed in the backward pass, according to the policy
         train_step(batch_slices=2)        each layer runs on two slices of the local batch, whose communication overlaps
         mp.fsdp(prefetch=1)             the weights of a layer are gathered while the previous layer computes
+        mp.fsdp(keep=2)                 the gathered weights of the last two layers are kept for the backward pass
         mp.fsdp(quantize=...)           the weights of each layer are gathered from quantized shards, in both passes
         mp.pipeline_parallel(...)       the stages run the layers
 
