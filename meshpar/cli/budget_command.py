@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import sys
@@ -147,7 +148,7 @@ def check(
         differences = saved.differences(now)
         checks.append(BudgetCheck(file=str(file), program=program, differences=differences))
         if update and differences:
-            now.save(file)
+            dataclasses.replace(now, tolerance=saved.tolerance).save(file)
     report = BudgetChecks(checks=tuple(checks))
     print_report(report, as_json=as_json)
     if markdown is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshpar.inspect.program_digest import digest, instruction_counts
 from meshpar.inspect.render import Cell, Section, Style, Table, rich_of, short_source
 from meshpar.inspect.report import Report
 from meshpar.sharding.errors import check_number, problem
@@ -26,6 +27,8 @@ SLACK_BYTES = 4096
 """Growth up to this many bytes does not exceed the budget, independent of the saved size."""
 SLACK_COUNT = 2
 """Growth up to this many collectives per step does not exceed the budget, independent of the saved count."""
+MAX_OPCODES = 4
+"""Number of opcodes in the description of a changed program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,12 @@ class Budget(Plain):
     """`all-gather over fsdp` -> module -> bytes sent per device, executions per step, and source line."""
     fingerprint: str = ""
     """Hash of the lowered program and its options."""
+    digest: str = ""
+    """Hash of the compiled program without names and source lines."""
+    opcodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Opcode -> number of instructions in the text of the compiled program."""
+    modules: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Module -> number of instructions."""
     arguments: Sequence[str] = ()
     """Arguments of `meshpar explain` that compile the program: the recipe and its options."""
 
@@ -82,6 +91,8 @@ class Budget(Plain):
         for row in report.kernel_list:
             kernel = f"{row.kind} ({row.implementation}, {row.dtypes})"
             kernels[kernel] = kernels.get(kernel, 0) + row.count
+        assert report.program is not None, "`explain` attaches the program"
+        opcodes, modules = instruction_counts(report.program.module)
         return Budget(
             name=name,
             target=report.target,
@@ -96,6 +107,9 @@ class Budget(Plain):
             kernels=kernels or None,
             sources=_sources(report),
             fingerprint=report.fingerprint,
+            digest=digest(report.program.module),
+            opcodes=opcodes,
+            modules=modules,
             arguments=tuple(arguments),
         )
 
@@ -133,7 +147,7 @@ class Budget(Plain):
 
     def differences(self, now: Budget) -> tuple[Difference, ...]:
         """Return the differences of a later program, `now`, from the budget, exceeded limits first."""
-        differences = [*self._communication(now), *self._sizes(now), *self._other(now)]
+        differences = [*self._communication(now), *self._sizes(now), *self._other(now), *self._program(now)]
         return tuple(sorted(differences, key=lambda difference: not difference.is_over))
 
     def _communication(self, now: Budget) -> Iterator[Difference]:
@@ -144,13 +158,13 @@ class Budget(Plain):
             counts = before["count_per_step"], after["count_per_step"]
             is_more = self._is_over(*counts, slack=SLACK_COUNT)
             times, quantity = f"{counts[0]:,} → {counts[1]:,} per step", f"{kind} over {axes}"
+            sent = f"{human_bytes(old)} → {human_bytes(new)} per device"
             if self._is_over(old, new) or self._is_over(new, old):
-                change = "sends more" if new > old else "sends less"
-                text = f"{quantity} {change}: {human_bytes(old)} → {human_bytes(new)} per device ({times})"
+                text = f"{quantity} sends {'more' if new > old else 'less'}: {sent} ({times})"
                 is_over = new > old or is_more
             elif counts[0] != counts[1]:
-                change = f"runs {'more' if counts[1] > counts[0] else 'less'} often"
-                text, is_over = f"{quantity} {change}: {times}, with unchanged {human_bytes(new)}", is_more
+                often = "more" if counts[1] > counts[0] else "less"
+                text, is_over = f"{quantity} runs {often} often: {times} ({sent})", is_more
             else:
                 continue
             yield Difference(
@@ -186,11 +200,29 @@ class Budget(Plain):
         for name, before, after in (
             ("strategy", self.strategy, now.strategy),
             ("jax", self.jax_version, now.jax_version),
-            ("program", self.fingerprint, now.fingerprint),
         ):
-            if before and before != after:
+            if before != after:
                 text = f"{name} was {before} and is {after}"
                 yield Difference(quantity=name, before=before, after=after, text=text, is_over=False)
+
+    def _program(self, now: Budget) -> Iterator[Difference]:
+        """Yield a difference if both the lowered and the compiled program differ.
+
+        XLA compiles some changes to the same program, and compiles the same program differently on other processors.
+        """
+        if not self.digest or self.fingerprint == now.fingerprint or self.digest == now.digest:
+            return
+        opcodes = _changed(self.opcodes, now.opcodes)[:MAX_OPCODES]
+        before, after = (
+            ", ".join(f"{counts.get(opcode, 0):,} {opcode}" for opcode in opcodes)
+            or f"{sum(counts.values()):,} instructions"
+            for counts in (self.opcodes, now.opcodes)
+        )
+        text = f"program has changed: {before} → {after}"
+        if not opcodes:
+            text = f"program has changed: the same {before} with other shapes, operands or in another order"
+        where = next(filter(None, _changed(self.modules, now.modules)), "")
+        yield Difference(quantity="program", before=before, after=after, text=text, is_over=False, where=where)
 
     def _is_over(self, limit: float, value: float, slack: float = SLACK_BYTES) -> bool:
         return value > limit * (1 + self.tolerance) and value - limit > slack
@@ -208,6 +240,12 @@ def _sources(report: Report) -> dict[str, dict[str, list[Any]]]:
         entry[0] += collective.bytes_sent_per_step
         entry[1] += collective.count_per_step
     return sources
+
+
+def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Return the keys with different counts, the largest change first."""
+    changes = {key: abs(after.get(key, 0) - before.get(key, 0)) for key in {**before, **after}}
+    return sorted(filter(changes.get, changes), key=lambda key: (-changes[key], key))
 
 
 def _most_changed(before: Mapping[str, Sequence[Any]], after: Mapping[str, Sequence[Any]]) -> str:

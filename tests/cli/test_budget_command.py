@@ -71,8 +71,11 @@ def test_check_compares_the_files_of_a_folder(meshpar, compiled, tmp_path):
     assert meshpar("check", "budgets/tiny-cpu.json")[0] == 1
     meshpar("check", "--markdown", "table.md")
     assert (tmp_path / "table.md").read_text().count("| other on cpu | ✘ peak memory | 1 MB | 2 MB |") == 2
+    edited = dataclasses.replace(Budget.load(tmp_path / "budgets" / "other-cpu.json"), tolerance=0.05)
+    edited.save(tmp_path / "budgets" / "other-cpu.json")
     assert meshpar("check", "--update")[0] == 0
     assert meshpar("check")[0] == 0
+    assert Budget.load(tmp_path / "budgets" / "other-cpu.json").tolerance == 0.05
 
 
 def test_a_program_that_does_not_compile_is_an_error_and_others_are_compared(meshpar, compiled):

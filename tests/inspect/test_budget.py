@@ -44,7 +44,7 @@ def test_budget_round_trips_and_its_report_meets_it(report, budget, tmp_path):
     again = Budget.load(tmp_path / "budget.json")
     assert again == budget
     assert differences(again, report) == ()
-    assert len((tmp_path / "budget.json").read_text()) < 4000
+    assert len((tmp_path / "budget.json").read_text()) < 8000
 
 
 @pytest.mark.parametrize(("factor", "over"), [(0.5, True), (0.98, True), (0.995, False), (1.005, False)])
@@ -67,6 +67,14 @@ def test_more_collectives_exceed_the_budget(report, budget, factor, over):
     assert [one.is_over for one in found] == ([over] if factor != 1 else [])
     often = "more" if factor < 1 else "less"
     assert all(f"all-gather over fsdp runs {often} often" in one.text for one in found)
+
+
+def test_a_kind_that_sends_a_few_bytes_disappears(report, budget):
+    few = {"all-to-all": {"count_per_step": 11, "bytes_sent_per_device": 77.0}}
+    saved = dataclasses.replace(budget, totals={**budget.totals, "fsdp": {**budget.totals["fsdp"], **few}})
+    (found,) = differences(saved, report)
+    assert found.text == "all-to-all over fsdp runs less often: 11 → 0 per step (77 B → 0 B per device)"
+    assert not found.is_over
 
 
 def test_fewer_bytes_in_more_collectives_exceed_the_budget(report, budget):
@@ -186,7 +194,7 @@ def test_a_change_names_the_module_and_line_that_changed_most(report, budget):
         ({"step_s": 3.0}, "simulated step", False),
         ({"unexpected": 0}, "unexpected collectives", True),
         ({"kernels": {"attention (cuDNN, bf16)": 3}}, "attention (cuDNN, bf16)", False),
-        ({"fingerprint": "0123"}, "program", False),
+        ({"fingerprint": "0123", "digest": "4567"}, "program", False),
     ],
 )
 def test_compute_and_program(budget, fields, quantity, is_over):
@@ -197,8 +205,28 @@ def test_compute_and_program(budget, fields, quantity, is_over):
 
 
 def test_budgets_of_programs_without_a_simulation_are_compared(budget):
-    old = dataclasses.replace(budget, flops_per_device=None, step_s=None, unexpected=None, kernels=None, fingerprint="")
+    old = dataclasses.replace(budget, flops_per_device=None, step_s=None, unexpected=None, kernels=None, digest="")
     assert old.differences(dataclasses.replace(budget, step_s=1.0, kernels={"norm (, f32)": 1})) == ()
+
+
+def test_a_program_has_changed_if_both_its_lowered_and_its_compiled_form_differ(budget):
+    module = "gradients/layers/mlp"
+    assert budget.modules[module] > 0
+    changes = {
+        "fingerprint": "0123",
+        "digest": "4567",
+        "opcodes": {**budget.opcodes, "add": budget.opcodes["add"] + 3, "fft": 1},
+        "modules": {**budget.modules, module: 1},
+    }
+    now = dataclasses.replace(budget, **changes)
+    (found,) = budget.differences(now)
+    assert (found.quantity, found.is_over, found.where) == ("program", False, module)
+    old = budget.opcodes["add"]
+    assert (found.before, found.after) == (f"{old} add, 0 fft", f"{old + 3} add, 1 fft")
+    for same in ("fingerprint", "digest"):
+        assert budget.differences(dataclasses.replace(now, **{same: getattr(budget, same)})) == ()
+    (found,) = budget.differences(dataclasses.replace(budget, fingerprint="0123", digest="4567"))
+    assert "in another order" in found.text
 
 
 def test_table_of_several_programs(budget, report):

@@ -20,11 +20,12 @@ _ROW = re.compile(r"^\s*(\d+) (.*)$", re.MULTILINE)
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _META = re.compile(r"(\w+)=(\"(?:[^\"\\]|\\.)*\"|[^\s\"{}]+|\{[^{}]*\})")
 _LITERALS = frozenset({"constant", "parameter", "iota", "rng-get-and-update-state", "partition-id", "replica-id"})
-_ROLES = {
+ROLES = {
     "to_apply": "to_apply", "body": "body", "condition": "condition", "calls": "calls",
     "true_computation": "branch", "false_computation": "branch", "branch_computations": "branch",
     "called_computations": "calls", "select": "to_apply", "scatter": "to_apply",
 }  # fmt: skip
+"""Attribute with names of computations -> role of these computations."""
 _NO_METADATA = Metadata()
 
 
@@ -72,9 +73,9 @@ def _instruction(match: re.Match[str], line: str, frames: Mapping[int, tuple[Fra
         attributes=attributes,
         metadata=_metadata(attributes["metadata"], frames) if "metadata" in attributes else _NO_METADATA,
         called=tuple(
-            (_ROLES[key], callee.strip().removeprefix("%"))
+            (ROLES[key], callee.strip().removeprefix("%"))
             for key, value in attributes.items()
-            if key in _ROLES
+            if key in ROLES
             for callee in value.strip("{}").split(",")
             if callee
         ),
