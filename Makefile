@@ -53,7 +53,7 @@ test-gate: $(VENV)/.pods ## of what is left out, what a change must pass: recipe
 test-all: test test-rest ## everything
 
 test-gpu: $(VENV)-gpu/.gpu ## tests on a GPU: values, gradients, kernels, and a step next to its prediction
-	XLA_PYTHON_CLIENT_MEM_FRACTION=.1 $(VENV)-gpu/bin/python -m pytest -n $(GPU_WORKERS) --durations=15 -m "not alone" tests/gpu $(ARGS)
+	XLA_CLIENT_MEM_FRACTION=.1 $(VENV)-gpu/bin/python -m pytest -n $(GPU_WORKERS) --durations=15 -m "not alone" tests/gpu $(ARGS)
 	$(VENV)-gpu/bin/python -m pytest -m alone tests/gpu $(ARGS)
 
 test-foreign: $(VENV)-foreign/.foreign ## models that nobody here wrote, in an environment of its own

@@ -180,7 +180,7 @@ def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
         (
             env.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false",
             "XLA_PYTHON_CLIENT_PREALLOCATE=false can cause memory fragmentation and out-of-memory errors",
-            "unset it, and set XLA_PYTHON_CLIENT_MEM_FRACTION=0.90",
+            "unset it, and set XLA_CLIENT_MEM_FRACTION=0.90",
         ),
         *launch_problems,
         (

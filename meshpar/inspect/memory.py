@@ -4,7 +4,7 @@
 
 State and batch are computed from shapes and shardings. Temporaries and outputs are reported by the compiler. The limit
 is the full memory of the GPU, but a program cannot use all: XLA's allocator reserves 75 % unless
-`XLA_PYTHON_CLIENT_MEM_FRACTION` is set, and the CUDA context and NCCL's buffers need about a gigabyte in addition.
+`XLA_CLIENT_MEM_FRACTION` is set, and the CUDA context and NCCL's buffers need about a gigabyte in addition.
 `Memory.note` warns above 75 %, where this variable must be set, and above 90 %, where the program may not fit.
 """
 
@@ -41,7 +41,7 @@ from meshpar.training.step import TrainStep
 
 PREALLOCATED = 0.75
 """Fraction of GPU memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
-LARGER_POOL = "XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
+LARGER_POOL = "XLA_CLIENT_MEM_FRACTION=.95"
 """Environment variable with which the allocator takes nearly the full memory."""
 COMFORTABLE = 0.90
 """Fraction of GPU memory that leaves enough for the CUDA context, NCCL's buffers and fragmentation."""

@@ -7,12 +7,12 @@ set -euo pipefail
 : "${HOSTS:?the nodes, separated by commas}"
 
 # -x exports a variable to the other nodes.
-# XLA_PYTHON_CLIENT_MEM_FRACTION: plans may use 90 % of the GPU memory. The default of JAX is 75 %.
+# XLA_CLIENT_MEM_FRACTION: plans may use 90 % of the GPU memory. The default of JAX is 75 %.
 # NCCL_DEBUG=WARN: log network errors of NCCL, which are silent by default.
 # XLA_FLAGS is not set: `train` uses the options shown by `explain`. Add others with --xla NAME=VALUE.
 # --bind-to none: let a process use all cores of its node. By default Open MPI binds it to a single core.
 exec mpirun --host "$HOSTS" --map-by ppr:1:node --bind-to none \
     -x "JAX_COORDINATOR_ADDRESS=${HOSTS%%,*}:8476" \
-    -x XLA_PYTHON_CLIENT_MEM_FRACTION=0.90 \
+    -x XLA_CLIENT_MEM_FRACTION=0.90 \
     -x NCCL_DEBUG=WARN \
     meshpar train "$@"

@@ -76,11 +76,11 @@ def test_launch_files_set_the_variables_that_launch_reads() -> None:
     assert found == launch.Launch(
         source="kubernetes", num_processes=spec["completions"], process_id=3, coordinator=f"{name}:8476"
     )
-    assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == f"{SEARCH.fill:.2f}"
+    assert env["XLA_CLIENT_MEM_FRACTION"] == f"{SEARCH.fill:.2f}"
     for script in ("train.sbatch", "mpirun.sh"):
         text = (LAUNCH / script).read_text()
         subprocess.run(["bash", "-n", LAUNCH / script], check=True)
-        assert f"XLA_PYTHON_CLIENT_MEM_FRACTION={SEARCH.fill:.2f}" in text
+        assert f"XLA_CLIENT_MEM_FRACTION={SEARCH.fill:.2f}" in text
         assert not re.search(r"^(export|.*-x) XLA_FLAGS", text, flags=re.MULTILINE)
 
 

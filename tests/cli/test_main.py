@@ -404,7 +404,7 @@ def test_out_of_memory_of_a_small_pool_names_the_setting(train_without_memory, m
     pool = int(fraction * 80e9), 80 * 10**9
     monkeypatch.setattr(train_command, "_pool_bytes", lambda device: pool)
     err = train_without_memory(f"RESOURCE_EXHAUSTED: {ALLOCATION}.")
-    assert ("XLA's pool has 60 GB of the GPU's 80 GB. Set XLA_PYTHON_CLIENT_MEM_FRACTION=.95" in err) == has_setting
+    assert ("XLA's pool has 60 GB of the GPU's 80 GB. Set XLA_CLIENT_MEM_FRACTION=.95" in err) == has_setting
     assert "meshpar explain recipes/gpt_stdlib.py --fit" in err
 
 
@@ -412,7 +412,7 @@ def test_out_of_memory_of_the_driver_reduces_the_pool(train_without_memory):
     text = "INTERNAL: Failed to instantiate CUDA graph: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
     err = train_without_memory(text)
     assert "the CUDA driver has too little memory outside of XLA's pool" in err
-    assert "Reduce the pool with XLA_PYTHON_CLIENT_MEM_FRACTION; if" in err
+    assert "Reduce the pool with XLA_CLIENT_MEM_FRACTION; if" in err
 
 
 def test_pools_of_known_gpus_have_sizes():

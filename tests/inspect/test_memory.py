@@ -103,7 +103,7 @@ def test_gradient_bytes_of_stages(schedule, copies):
 
 @pytest.mark.parametrize(
     ("share", "fits", "note"),
-    [(0.5, True, ""), (0.8, True, "XLA_PYTHON_CLIENT_MEM_FRACTION"), (0.95, True, "CUDA context"), (1.01, False, "")],
+    [(0.5, True, ""), (0.8, True, "XLA_CLIENT_MEM_FRACTION"), (0.95, True, "CUDA context"), (1.01, False, "")],
 )
 def test_fits_and_note_depend_on_the_peak(share, fits, note):
     state, batch = toy()

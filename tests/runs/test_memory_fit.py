@@ -113,7 +113,7 @@ def test_a_step_that_fits_needs_no_change(search):
     assert (found.fits, found.changes, found.best) == (True, (), None)
     assert len(search.pool.compiled) == 1
     assert "it fits: 100 GB of 101 GB" in str(found)
-    assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=.95" in str(found)
+    assert "set XLA_CLIENT_MEM_FRACTION=.95" in str(found)
     assert "MEM_FRACTION" not in str(search(130))
 
 
@@ -125,7 +125,7 @@ def test_the_fastest_change_that_fits_is_first(search):
     assert found.best.settings == ("optimizer.moments=bfloat16",)
     assert (found.best.saved_bytes, found.best.peak_bytes) == (pytest.approx(10 * GB, rel=1e-2), found.best.peak_bytes)
     assert found.best.slowdown == pytest.approx(0.02)
-    assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=.95" in str(found)
+    assert "set XLA_CLIENT_MEM_FRACTION=.95" in str(found)
     assert len({change.kind for change in found.changes}) >= 5
     # Changes that do not fit follow, smallest first.
     others = [change.peak_bytes for change in found.changes if not change.fits]
