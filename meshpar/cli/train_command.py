@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -179,15 +180,19 @@ def _train(
         config = config.replace(data=dataclasses.replace(data, tokenizer=tokenizer or data.tokenizer, **replaced))
     phases.end("recipe")
     sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
-    command = _fit_command(recipe, assignments, config, devices, planned=plan is not None, from_hf=from_hf)
-    with explained_out_of_memory(command, devices):
+    fits_vocab = tokenizer is not None and from_hf is None and not sets_vocab
+    fit_command = functools.partial(
+        _fit_command, recipe, assignments, config, devices, planned=plan is not None, from_hf=from_hf, tuned=tuned,
+        fits_vocab=fits_vocab,
+    )  # fmt: skip
+    with explained_out_of_memory(fit_command, devices):
         outcome = run(
             config,
             out=out,
             devices=devices,
             fresh=fresh,
             stream=sys.stderr if as_json else sys.stdout,
-            fit_vocab=tokenizer is not None and from_hf is None and not sets_vocab,
+            fit_vocab=fits_vocab,
             from_hf=from_hf,
             profile=profiled_steps,
             accept_changes=accept_changes,
@@ -203,7 +208,7 @@ def _train(
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(command: str, devices: Sequence[Any]) -> Iterator[None]:
+def explained_out_of_memory(fit_command: Callable[[], str], devices: Sequence[Any]) -> Iterator[None]:
     """Convert an out-of-memory error of a device to an error with the command that lists changes."""
     try:
         yield
@@ -214,7 +219,7 @@ def explained_out_of_memory(command: str, devices: Sequence[Any]) -> Iterator[No
         from meshpar.inspect.memory import COMFORTABLE, LARGER_POOL
 
         (reason, is_of_driver), pool = found, _pool_bytes(devices[0])
-        fix = f"list changes that fit, fastest first: {command}"
+        fix = f"list changes that fit, fastest first: {fit_command()}"
         if is_of_driver:
             reason = f"the CUDA driver has too little memory outside of XLA's pool ({reason})"
             fix = f"reduce the pool with {LARGER_POOL.partition('=')[0]}; if the step does not fit then, {fix}"
@@ -240,15 +245,25 @@ def _fit_command(
     *,
     planned: bool,
     from_hf: str | None,
+    tuned: str | None,
+    fits_vocab: bool,
 ) -> str:
     """Return the command that lists changes with which the step of a run fits on the same devices."""
+    from meshpar.data.tokens import load_tokenizer
     from meshpar.hardware.clusters import cluster_here
+    from meshpar.runs.recipe_sources import padded_vocab
+    from meshpar.runs.tuned import Tuned
 
     cluster = cluster_here(devices)
     fields = [*assignments]
     if planned:
         fields += [f"mesh={human_mesh(config.mesh).replace(' ', '')}", f"strategy={config.strategy}"]
         fields += [f"step.{name}={getattr(config.step, name)}" for name in ("remat", "accumulate", "batch_slices")]
+    if tuned is not None:
+        fields += Tuned.load(tuned).settings
+    if fits_vocab and hasattr(config.model, "vocab_size"):
+        num_tokens = load_tokenizer(config.data.tokenizer).vocab_size  # type: ignore[attr-defined]
+        fields.append(f"model.vocab_size={padded_vocab(num_tokens)}")
     words = ["meshpar", "explain", recipe, *(word for text in fields for word in ("--set", text))]
     words += ["--from-hf", from_hf] if from_hf is not None else []
     return shlex.join([*words, "--fit", "--cluster", "h100:1x8" if cluster is None else cluster.name])

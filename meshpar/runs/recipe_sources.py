@@ -68,13 +68,18 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
     return planned.override(f"step.accumulate={layout.accumulate}", *assignments)
 
 
+def padded_vocab(num_tokens: int) -> int:
+    """Return the size of the vocabulary of a model for a tokenizer with this number of ids."""
+    return -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
 def with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | Path | None) -> Recipe:
     """Return the recipe with a vocabulary that contains every token of the data."""
     data_size, config = getattr(source, "vocab_size", None), recipe.model
     model_size = getattr(config, "vocab_size", None)
     if data_size is None or model_size is None:
         return recipe
-    padded = -(-data_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded = padded_vocab(data_size)
     if fit_vocab and model_size != padded:
         return recipe.replace(model=dataclasses.replace(config, vocab_size=padded))  # type: ignore[type-var]
     if data_size > model_size:

@@ -18,6 +18,7 @@ from meshpar.cli import main as cli
 from meshpar.cli import train_command
 from meshpar.loop.fit import Hook
 from meshpar.runs import recipe_sources, training_run
+from meshpar.runs.tuned import Tuned
 
 RECIPE = """
 from __future__ import annotations
@@ -342,8 +343,8 @@ def test_fresh_renames_the_earlier_run_and_prints_only_json(meshpar, tmp_path):
     assert "mesh: fsdp=2, tensor=2" in error
 
 
-@pytest.mark.matrix
-def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
+def write_tokenizer(file: Path) -> None:
+    """Write a tokenizer of six words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -351,7 +352,12 @@ def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
     words = ["</s>", "a", "b", ".", "the", "[UNK]"]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(file))
+
+
+@pytest.mark.matrix
+def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
+    write_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "mine").mkdir()
     for number in range(6):
         (tmp_path / "mine" / f"{number}.md").write_text("a b the . " * (60 + number))
@@ -372,7 +378,7 @@ def test_train_accepts_text_and_tokenizer_options(meshpar, tmp_path):
 def train_without_memory(meshpar, monkeypatch, tmp_path):
     """Train a recipe whose run raises an error with this text. Returns the error output."""
 
-    def train(text: str, *args: str) -> str:
+    def train(text: str, *args: str | Path) -> str:
         def run(*_, **__):
             raise jax.errors.JaxRuntimeError(text)
 
@@ -387,7 +393,7 @@ def train_without_memory(meshpar, monkeypatch, tmp_path):
 ALLOCATION = "Out of memory while trying to allocate 68.00GiB"
 
 
-def test_out_of_memory_names_the_command_that_lists_changes(train_without_memory, monkeypatch):
+def test_out_of_memory_names_the_command_that_lists_changes(train_without_memory, monkeypatch, tmp_path):
     text = f"RESOURCE_EXHAUSTED: {ALLOCATION}. [tf-allocator-allocation-error='']\nBufferAssignment OOM Debugging.\n"
     err = train_without_memory(text, "--set", "batch_size=16")
     assert f"cannot run the step: {ALLOCATION}. List changes that fit" in err
@@ -396,6 +402,10 @@ def test_out_of_memory_names_the_command_that_lists_changes(train_without_memory
     monkeypatch.setattr(recipe_sources, "with_plan", lambda recipe, *_: recipe.override(*fields))
     err = train_without_memory(text, "--plan", "plan.json")
     assert "--set mesh=fsdp=8 --set 'strategy=fsdp()' --set step.remat=full --set step.accumulate=2" in err
+    write_tokenizer(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(Tuned, "load", lambda path: types.SimpleNamespace(settings=("model.unroll=2",)))
+    err = train_without_memory(text, "--tokenizer", tmp_path / "tokenizer.json", "--tuned", "tuned.json")
+    assert "explain recipes/gpt_stdlib.py --set model.unroll=2 --set model.vocab_size=128 --fit" in err
 
 
 @pytest.mark.parametrize(("fraction", "has_setting"), [(0.75, True), (0.95, False)])
