@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, path_str, without_axes
 from meshpar.training.sharding_table import ShardingTable, TableLayout, Trainable, lay_out, only
+
+OPTIMIZATION_LEVEL = "xla_backend_optimization_level"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -233,9 +236,9 @@ class Setup:
 
         # The program runs once. At level 1, it computes the same values, and XLA compiles it in two thirds of the time.
         is_cpu = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
-        return self.jit(
-            make, self.shardings, compiler_options={"xla_backend_optimization_level": 1} if is_cpu else None
-        )
+        is_set = OPTIMIZATION_LEVEL in os.environ.get("XLA_FLAGS", "")
+        options = {OPTIMIZATION_LEVEL: 1} if is_cpu and not is_set else None
+        return self.jit(make, self.shardings, compiler_options=options)
 
 
 @jax.tree_util.register_dataclass

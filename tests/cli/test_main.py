@@ -19,6 +19,7 @@ from meshpar.cli import train_command
 from meshpar.loop.fit import Hook
 from meshpar.runs import recipe_sources, training_run
 from meshpar.runs.tuned import Tuned
+from tests.grid import cases
 
 RECIPE = """
 from __future__ import annotations
@@ -218,7 +219,7 @@ def test_removed_files_of_a_run_are_written_again(train_bodies, tmp_path, monkey
     assert json.loads((folder / "summary.json").read_text())["step"] == 3
 
 
-@pytest.mark.parametrize("damage", ["file", "renamed"])
+@pytest.mark.parametrize("damage", cases("renamed", grid=["file", "renamed"]))
 def test_resumed_run_reports_later_steps_without_a_checkpoint(train_bodies, tmp_path, damage):
     checkpoints = tmp_path / "bodies" / "checkpoints"
     assert train_bodies("--set", "checkpoint_every=1")[0] == 0

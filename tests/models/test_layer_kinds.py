@@ -141,7 +141,6 @@ def test_flops_of_mixed_windows_are_the_mean_over_layers():
 @pytest.mark.parametrize(
     ("name", "case"),
     cases(
-        ("gemma", "fsdp|tensor"),
         grid=itertools.product(SWITCHES, ("fsdp|tensor", "stages", "ring", "by heads", "remat")),
     ),
 )  # fmt: skip

@@ -143,7 +143,6 @@ PADDED = {
 @pytest.mark.parametrize(
     ("case", "padding", "factor"),
     cases(
-        ("slices", 0, None),
         grid=[(case, padding, factor) for case in PADDED for padding in (0, 7) for factor in (None, 7.0)],
     ),
 )

@@ -237,10 +237,7 @@ CASES = {
     "fsdp and tensor, reduced in experts": Case(on(expert=2, fsdp=2, tensor=2), sums="rows"),
     "data and tensor, buffers": Case(on(data=2, expert=2, tensor=2), capacity=2),
 }
-QUICK = (
-    "many experts, in chunks", "sparse buffers, summed with a scatter", "reordered, two levels",
-    "data and tensor",
-)  # fmt: skip
+QUICK = ("many experts, in chunks", "reordered, two levels", "data and tensor")
 
 
 @pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))

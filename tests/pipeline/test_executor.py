@@ -302,7 +302,6 @@ NOISY_AND_WEIGHTED = Case(schedule="gpipe", weighted=True, fsdp=2, aux=True, noi
 SPLIT = Case(schedule="interleaved-1f1b", unroll=True, split_backward=True, m=5, remat="full", noise=True)
 VARIANTS = cases(
     NOISY_AND_WEIGHTED,
-    Case(schedule="interleaved-1f1b", unroll=True, aux=True, noise=True, remat="full", m=5),
     SPLIT,
     grid=[
         NOISY,

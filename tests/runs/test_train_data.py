@@ -47,6 +47,7 @@ def test_check_ids_names_the_array_and_the_id(side, name, value):
         checked(side, **{name: (7, value)})
 
 
+@pytest.mark.matrix
 def test_mixture_from_the_command_line_reports_its_sources(meshpar, tmp_path):
     recipe, text = write_recipe(tmp_path), tmp_path / "text"
     files = {"web": f"{text}/[0-4].txt", "code": f"{text}/[5-7].txt"}

@@ -104,12 +104,13 @@ def test_complex_parameters_train_like_pairs_of_reals(name, in_pairs):
     assert in_pairs[0][-1][0] < in_pairs[0][0][0] / 5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tx", "of_pairs"),
     [
         # Adam's second moment of a complex number is one real number, that of a pair two.
         (optax.contrib.split_real_and_imaginary(optax.adam(1e-2)), optax.adam(1e-2)),
-        pytest.param(optax.lbfgs(), optax.lbfgs(), marks=pytest.mark.matrix),
+        (optax.lbfgs(), optax.lbfgs()),
     ],
     ids=["adam", "lbfgs"],
 )

@@ -163,7 +163,7 @@ LINEN = (
 @pytest.mark.parametrize(
     ("framework", "name"),
     cases(
-        ("nnx", "not rounded, once"), ("nnx", "slices, prefetch, offload"), ("nnx", "8 bits, rows"),
+        ("nnx", "slices, prefetch, offload"), ("nnx", "8 bits, rows"),
         grid=[*(("nnx", name) for name in GRID), *(("linen", name) for name in LINEN)],
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 import meshpar as mp
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.types import tree_leaves_with_paths
-from meshpar.training.state import make_setup
+from meshpar.training.state import OPTIMIZATION_LEVEL, Setup, make_setup
 from tests.errors import raises
 
 EMBED, MLP, LAYERS = 64, 256, 4
@@ -229,7 +229,16 @@ def test_load_params_copies_weights_used_twice(again):
     assert (np.asarray(loaded.params["policy"]["w"]) != before["policy"]["w"]).any()
 
 
-def test_the_program_of_init_computes_the_same_values_with_all_optimizations():
+@pytest.mark.parametrize(("flags", "options"), [("", {OPTIMIZATION_LEVEL: 1}), (f"--{OPTIMIZATION_LEVEL}=0", None)])
+def test_init_is_compiled_at_level_1_unless_the_flags_have_a_level(monkeypatch, flags, options):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(Setup, "jit", lambda self, f, out, **options: options)
+    setup = make_setup(make_model(), optax.adam(1e-3), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp())
+    assert setup._jitted_init == {"compiler_options": options}
+
+
+def test_the_program_of_init_computes_the_same_values_with_all_optimizations(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
     mesh, strategy = mp.MeshSpec(fsdp=4, tensor=2).build(), mp.fsdp() | mp.tensor_parallel()
     setup = make_setup(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
     words = np.array([0, 7], np.uint32)
