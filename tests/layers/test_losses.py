@@ -291,7 +291,7 @@ def parts_of(name: str, count: int, key: jax.Array):
 @pytest.mark.parametrize(
     ("name", "count"),
     cases(
-        ("quantized", 2),
+        ("quantized", 2), ("1f1b", 4),
         grid=[("micro-steps", 4), ("reduced once", 2), ("quantized", 1), ("quantized", 2), ("1f1b", 4)],
     ),
 )  # fmt: skip

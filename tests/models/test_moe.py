@@ -143,6 +143,7 @@ PADDED = {
 @pytest.mark.parametrize(
     ("case", "padding", "factor"),
     cases(
+        ("prefetch", 0, None),
         grid=[(case, padding, factor) for case in PADDED for padding in (0, 7) for factor in (None, 7.0)],
     ),
 )

@@ -280,8 +280,7 @@ def test_matrix_multiplied_outside_its_layer_is_an_error():
         mp.train_step(next_token_loss).trace(state, BATCH)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
 def test_adapters_of_experts_match_merged_matrices(kind):
     """The products are scaled by `alpha / rank`."""
     config, mesh = dataclasses.replace(CONFIG, moe=MOE), mp.MeshSpec().build(jax.devices()[:1])
