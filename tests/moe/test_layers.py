@@ -329,7 +329,7 @@ def test_replicated_tokens_are_computed_locally():
 
 
 @pytest.mark.parametrize("sharded", cases(True, grid=[True, False]), ids=["sharded experts", "all experts"])
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("tensor", cases(2, grid=[1, 2]))
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param(OTHERS["gpt-oss"], marks=pytest.mark.matrix)], ids=["", "gpt-oss"]
 )
