@@ -13,9 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshpar.inspect.memory_timeline import group_of, memory_timeline
+from meshpar.inspect.program import Program
 from meshpar.inspect.program_digest import digest, instruction_counts
 from meshpar.inspect.render import Cell, Section, Style, Table, rich_of, short_source
 from meshpar.inspect.report import Report
+from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.sharding.errors import check_number, problem
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.printing import Plain, flat, human_mesh, parsed
@@ -29,6 +32,7 @@ SLACK_COUNT = 2
 """Growth up to this many collectives per step does not exceed the budget, independent of the saved count."""
 MAX_OPCODES = 4
 """Number of opcodes in the description of a changed program."""
+PEAK_MEMORY = "peak memory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ class Difference(Plain):
     is_over: bool
     """True if the difference exceeds the budget."""
     where: str = ""
-    """Module and source line of the collectives that changed most; empty for other quantities."""
+    """Module and source line of the collectives, arrays or instructions that changed most; empty if unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,9 @@ class Budget(Plain):
     kernels: Mapping[str, float] | None = None
     """Kind, implementation and dtypes of kernels -> executions per step; None without a cluster."""
     sources: Mapping[str, Mapping[str, Sequence[Any]]] = dataclasses.field(default_factory=dict)
-    """`all-gather over fsdp` -> module -> bytes sent per device, executions per step, and source line."""
+    """Quantity -> module -> bytes, executions per step, and source line.
+
+    Bytes are sent per device (`all-gather over fsdp`) or live at the maximum of temporaries (`peak memory`)."""
     fingerprint: str = ""
     """Hash of the lowered program and its options."""
     digest: str = ""
@@ -105,7 +111,7 @@ class Budget(Plain):
             step_s=report.compute.predicted_step_s,
             unexpected=len(report.matching.unexpected),
             kernels=kernels or None,
-            sources=_sources(report),
+            sources={**_sources(report), PEAK_MEMORY: _live_bytes(report.program, report.timeline)},
             fingerprint=report.fingerprint,
             digest=digest(report.program.module),
             opcodes=opcodes,
@@ -178,7 +184,7 @@ class Budget(Plain):
 
     def _sizes(self, now: Budget) -> Iterator[Difference]:
         for quantity, old, new, human, slack in (
-            ("peak memory", self.peak_bytes, now.peak_bytes, human_bytes, SLACK_BYTES),
+            (PEAK_MEMORY, self.peak_bytes, now.peak_bytes, human_bytes, SLACK_BYTES),
             ("FLOPs per device", self.flops_per_device, now.flops_per_device, human_flops, 0),
             ("simulated step", self.step_s, now.step_s, human_time, 0),
             ("unexpected collectives", self.unexpected, now.unexpected, str, 0),
@@ -187,7 +193,15 @@ class Budget(Plain):
                 continue
             if self._is_over(old, new, slack) or self._is_over(new, old, slack):
                 text = f"{quantity}: {human(old)} → {human(new)}, {'higher' if new > old else 'lower'}"
-                yield Difference(quantity=quantity, before=human(old), after=human(new), text=text, is_over=new > old)
+                sources = [budget.sources[quantity] for budget in (self, now) if quantity in budget.sources]
+                yield Difference(
+                    quantity=quantity,
+                    before=human(old),
+                    after=human(new),
+                    text=text,
+                    is_over=new > old,
+                    where=_most_changed(*sources) if len(sources) == 2 else "",
+                )
 
     def _other(self, now: Budget) -> Iterator[Difference]:
         if self.kernels is not None and now.kernels is not None:
@@ -242,6 +256,18 @@ def _sources(report: Report) -> dict[str, dict[str, list[Any]]]:
     return sources
 
 
+def _live_bytes(program: Program, timeline: Timeline | None) -> dict[str, list[Any]]:
+    """Return the bytes of each module at the peak, with the source line of its largest array."""
+    live, lines = memory_timeline(program, timeline), dict[str, str]()
+    for array in live.arrays:
+        lines.setdefault(group_of(array.module), short_source(array.source))
+    temporaries = {
+        module: [float(nbytes[live.peak]), 0, lines.get(module, "")] for module, nbytes in live.live_bytes.items()
+    }
+    arguments = {"state and batch": [float(live.argument_bytes), 0, ""]}
+    return arguments | {module: entry for module, entry in temporaries.items() if entry[0]}
+
+
 def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     """Return the keys with different counts, the largest change first."""
     changes = {key: abs(after.get(key, 0) - before.get(key, 0)) for key in {**before, **after}}
@@ -249,14 +275,15 @@ def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
 
 
 def _most_changed(before: Mapping[str, Sequence[Any]], after: Mapping[str, Sequence[Any]]) -> str:
-    """Return the module and source line with the largest change of bytes, or of executions if the bytes are equal."""
+    """Return the module and source line with the largest share in the change of bytes, or of executions."""
     nothing = (0.0, 0, "")
-
-    def change(module: str) -> tuple[float, int]:
+    modules = [*{**before, **after}]
+    changes = {}
+    for module in modules:
         old, new = before.get(module, nothing), after.get(module, nothing)
-        return abs(new[0] - old[0]), abs(new[1] - old[1])
-
-    module = max({**before, **after}, key=change, default="")
+        changes[module] = (new[0] - old[0], new[1] - old[1])
+    is_less = (sum(change[0] for change in changes.values()), sum(change[1] for change in changes.values())) < (0, 0)
+    module = (min if is_less else max)(modules, key=changes.__getitem__, default="")
     _, _, source = after.get(module) or before.get(module) or nothing
     return " · ".join(filter(None, (module, source)))
 

@@ -185,6 +185,23 @@ def test_a_change_names_the_module_and_line_that_changed_most(report, budget):
     assert modules[module][2].rpartition(":")[2].isdigit()
 
 
+@pytest.mark.parametrize("nbytes", [10**6, -(10**6)])
+def test_a_change_of_peak_memory_names_the_module_that_changed_most_in_the_same_direction(report, budget, nbytes):
+    modules = budget.sources["peak memory"]
+    assert modules["state and batch"][0] == report.program.argument_bytes
+    assert modules["layers/mlp"][2].startswith("tests/inspect/planted.py:")
+    changed = {
+        module: [modules[module][0] + factor * nbytes, 0, modules[module][2]]
+        for module, factor in {"layers/mlp": 3, "state and batch": 1, "update": -3.5}.items()
+    }
+    sources = {"peak memory": {**modules, **changed}}
+    (found,) = budget.differences(
+        dataclasses.replace(budget, sources=sources, peak_bytes=budget.peak_bytes + nbytes // 2)
+    )
+    assert (found.quantity, found.is_over) == ("peak memory", nbytes > 0)
+    assert found.where == f"layers/mlp · {modules['layers/mlp'][2]}"
+
+
 @pytest.mark.parametrize(
     ("fields", "quantity", "is_over"),
     [
