@@ -7,6 +7,7 @@ relative tolerance, or up to `SLACK_BYTES` or `SLACK_COUNT`, so that adding a me
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from meshpar.inspect.memory_timeline import group_of, memory_timeline
 from meshpar.inspect.program import Program
-from meshpar.inspect.program_digest import digest, instruction_counts
+from meshpar.inspect.program_digest import digest, module_digests, opcode_counts
 from meshpar.inspect.render import Cell, Section, Style, Table, rich_of, short_source
 from meshpar.inspect.report import Report
 from meshpar.inspect.timeline.simulator import Timeline
@@ -85,8 +86,8 @@ class Budget(Plain):
     """Hash of the compiled program without names and source lines."""
     opcodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Opcode -> number of instructions in the text of the compiled program."""
-    modules: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Module -> number of instructions."""
+    modules: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    """Module -> number of instructions, and their hash."""
     arguments: Sequence[str] = ()
     """Arguments of `meshpar explain` that compile the program: the recipe and its options."""
 
@@ -98,7 +99,7 @@ class Budget(Plain):
             kernel = f"{row.kind} ({row.implementation}, {row.dtypes})"
             kernels[kernel] = kernels.get(kernel, 0) + row.count
         assert report.program is not None, "`explain` attaches the program"
-        opcodes, modules = instruction_counts(report.program.module)
+        module = report.program.module
         return Budget(
             name=name,
             target=report.target,
@@ -113,9 +114,9 @@ class Budget(Plain):
             kernels=kernels or None,
             sources={**_sources(report), PEAK_MEMORY: _live_bytes(report.program, report.timeline)},
             fingerprint=report.fingerprint,
-            digest=digest(report.program.module),
-            opcodes=opcodes,
-            modules=modules,
+            digest=digest(module),
+            opcodes=opcode_counts(module),
+            modules=module_digests(module),
             arguments=tuple(arguments),
         )
 
@@ -226,17 +227,33 @@ class Budget(Plain):
         """
         if not self.digest or self.fingerprint == now.fingerprint or self.digest == now.digest:
             return
-        opcodes = _changed(self.opcodes, now.opcodes)[:MAX_OPCODES]
+        changes = collections.Counter(now.opcodes)
+        changes.subtract(self.opcodes)
+        most = sorted(filter(changes.get, changes), key=lambda opcode: -abs(changes[opcode]))[:MAX_OPCODES]
         before, after = (
-            ", ".join(f"{counts.get(opcode, 0):,} {opcode}" for opcode in opcodes)
-            or f"{sum(counts.values()):,} instructions"
+            ", ".join(f"{counts.get(opcode, 0):,} {opcode}" for opcode in most)
             for counts in (self.opcodes, now.opcodes)
         )
-        text = f"program has changed: {before} → {after}"
-        if not opcodes:
-            text = f"program has changed: the same {before} with other shapes, operands or in another order"
-        where = next(filter(None, _changed(self.modules, now.modules)), "")
-        yield Difference(quantity="program", before=before, after=after, text=text, is_over=False, where=where)
+        if not most:
+            before = f"{sum(self.opcodes.values()):,} instructions"
+            after = "the same opcodes with other constants, shapes, operands or order"
+        yield Difference(
+            quantity="program",
+            before=before,
+            after=after,
+            text=f"program has changed: {before} → {after}",
+            is_over=False,
+            where=self._most_changed_module(now),
+        )
+
+    def _most_changed_module(self, now: Budget) -> str:
+        """Return the module with the largest change of the number of instructions, or with other instructions."""
+        nothing, changes = (0, ""), dict[str, int]()
+        for module in {**self.modules, **now.modules}:
+            (old_count, old_hash), (count, new_hash) = (b.modules.get(module, nothing) for b in (self, now))
+            if module and old_hash != new_hash:
+                changes[module] = abs(count - old_count)
+        return max(changes, key=changes.__getitem__, default="")
 
     def _is_over(self, limit: float, value: float, slack: float = SLACK_BYTES) -> bool:
         return value > limit * (1 + self.tolerance) and value - limit > slack
@@ -266,12 +283,6 @@ def _live_bytes(program: Program, timeline: Timeline | None) -> dict[str, list[A
     }
     arguments = {"state and batch": [float(live.argument_bytes), 0, ""]}
     return arguments | {module: entry for module, entry in temporaries.items() if entry[0]}
-
-
-def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Return the keys with different counts, the largest change first."""
-    changes = {key: abs(after.get(key, 0) - before.get(key, 0)) for key in {**before, **after}}
-    return sorted(filter(changes.get, changes), key=lambda key: (-changes[key], key))
 
 
 def _most_changed(before: Mapping[str, Sequence[Any]], after: Mapping[str, Sequence[Any]]) -> str:

@@ -1,4 +1,4 @@
-"""A hash of a compiled program without names and source lines, and counts of its instructions."""
+"""Hashes of a compiled program and of its modules without names and source lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshpar.inspect.hlo.module import Computation, Module
+from meshpar.inspect.hlo.module import Computation, Instruction, Module
 from meshpar.inspect.hlo.parser import ROLES
 from meshpar.inspect.hlo.text import split_top
 from meshpar.inspect.source_scopes import module_path
@@ -41,26 +41,38 @@ def _compared(computation: Computation, numbers: Mapping[str, int]) -> Iterator[
     positions = {ins.name: position for position, ins in enumerate(computation)}
     for ins in computation:
         earlier = split_top(ins.attributes.get("control-predecessors", "").strip("{}"))[0]
-        config = {name: value for name, value in ins.backend_config.items() if name != _THREADS}
         yield (
-            ins.opcode,
-            ins.shape,
+            _fields(ins),
             [positions.get(name) for name in ins.operands],
             sorted(positions.get(name.removeprefix("%"), -1) for name in earlier),
             [(role, numbers.get(name)) for role, name in ins.called],
-            ins.payload,
-            [(name, text) for name, text in ins.attributes.items() if name not in _NOT_COMPARED],
-            json.dumps(config, sort_keys=True),
             ins.is_root,
         )
 
 
-def instruction_counts(module: Module) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of instructions in a program's text by opcode and by module, without parameters and tuples."""
-    opcodes, modules = collections.Counter[str](), collections.Counter[str]()
+def _fields(ins: Instruction) -> tuple[Any, ...]:
+    """Return the compared fields that do not refer to other instructions."""
+    attributes = [(name, text) for name, text in ins.attributes.items() if name not in _NOT_COMPARED]
+    config = {name: value for name, value in ins.backend_config.items() if name != _THREADS}
+    return ins.opcode, ins.shape, ins.payload, attributes, json.dumps(config, sort_keys=True)
+
+
+def opcode_counts(module: Module) -> dict[str, int]:
+    """Return the number of instructions in a program's text by opcode, without parameters, constants and tuples."""
+    opcodes = (ins.opcode for computation in module.computations.values() for ins in computation)
+    return dict(sorted(collections.Counter(opcode for opcode in opcodes if opcode not in _PLUMBING).items()))
+
+
+def module_digests(module: Module) -> dict[str, list[Any]]:
+    """Return the number of instructions by module, and a hash of their fields. Constants belong to the first reader."""
+    fields: dict[str, list[str]] = {}
     for computation in module.computations.values():
         for ins in computation:
-            if ins.opcode not in _PLUMBING:
-                opcodes[ins.opcode] += 1
-                modules[module_path(ins.metadata.op_name)] += 1
-    return dict(sorted(opcodes.items())), dict(sorted(modules.items()))
+            readers = (ins, *computation.users[ins.name]) if ins.opcode == "constant" else (ins,)
+            op_name = next((one.metadata.op_name for one in readers if one.metadata.op_name), "")
+            if ins.opcode == "constant" or ins.opcode not in _PLUMBING:
+                fields.setdefault(module_path(op_name), []).append(repr(_fields(ins)))
+    return {
+        path: [len(texts), hashlib.sha256(repr(sorted(texts)).encode()).hexdigest()[:6]]
+        for path, texts in sorted(fields.items())
+    }

@@ -1,4 +1,4 @@
-"""The digest of a program ignores names, source lines and threads, and depends on everything else."""
+"""Digests of a program ignore names, source lines and threads, and depend on everything else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar.inspect.hlo.parser import parse
-from meshpar.inspect.program_digest import digest, instruction_counts
+from meshpar.inspect.program_digest import digest, module_digests, opcode_counts
 
 TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=8
 
@@ -85,7 +85,13 @@ def test_digest_of_a_function_that_moves_to_another_file():
     assert compiled("a.py", constant="2.0") != first
 
 
-def test_instruction_counts_leave_out_parameters_and_constants():
-    opcodes, modules = instruction_counts(parse(TEXT))
-    assert opcodes == {"add": 1, "all-reduce": 1, "multiply": 1, "tanh": 1}
-    assert modules == {"": 2, "mlp": 2}
+def test_opcode_counts_leave_out_parameters_and_constants():
+    assert opcode_counts(parse(TEXT)) == {"add": 1, "all-reduce": 1, "multiply": 1, "tanh": 1}
+
+
+def test_module_digests_find_the_changed_module():
+    text = TEXT.replace("multiply(%x.1, %y.1)", "multiply(%x.1, %c.1)")
+    before, after = (module_digests(parse(text.replace("constant(2)", f"constant({value})"))) for value in (2, 3))
+    assert before.keys() == after.keys() == {"", "mlp"}
+    assert (before["mlp"][0], before[""]) == (3, after[""])
+    assert before["mlp"] != after["mlp"]
