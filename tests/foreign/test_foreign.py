@@ -71,7 +71,7 @@ def setup_of(case: zoo.Case, spec: mp.MeshSpec, strategy, *, by_path: bool = Fal
 
 def step_of(case: zoo.Case, accumulate: int) -> Any:
     return mp.train_step(
-        lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate, loss_is="mean_over_examples"
+        lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate, loss_is=case.loss_is
     )
 
 

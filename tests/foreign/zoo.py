@@ -34,6 +34,8 @@ class Case:
     """Rules for logical names of the model. They are added to each strategy."""
     costly: str = "nothing"
     """Pattern of modules whose activations must be resharded, which `explain` correctly reports."""
+    loss_is: str = "mean_over_examples"
+    """Meaning of the loss in a step that divides the batch."""
 
 
 def tokens(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -145,7 +147,8 @@ def resnet() -> Case:
         return cross_entropy(logits, batch["targets"])
 
     paths = {r".*/convolution/kernel": (None, None, None, "tensor")}
-    return Case(mp.from_linen(module, PIXELS.transpose(0, 2, 3, 1)), loss, images, paths)
+    # Batch normalization computes its statistics for each micro-step.
+    return Case(mp.from_linen(module, PIXELS.transpose(0, 2, 3, 1)), loss, images, paths, loss_is="sum_over_parts")
 
 
 def bart() -> Case:
