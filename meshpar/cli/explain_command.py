@@ -353,7 +353,7 @@ class Explained:
         slow = [f for f in self.report.findings if f.rule in failing]
         unexpected = [f"unexpected: {unexpected_text(collective)}" for collective in self.report.matching.unexpected]
         unexpected += [f"{finding.rule}: {finding.message}, in {finding.module}: {finding.fix}" for finding in slow]
-        return unexpected + [f"over budget: {change.text}" for change in self.differences or () if change.is_over]
+        return unexpected + [f"over budget: {change.sentence}" for change in self.differences or () if change.is_over]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the report, with the additional fields `against`, `budget` and `fit`."""
@@ -379,7 +379,7 @@ class Explained:
         sections = [] if self.comparison is None else [*self.comparison.sections]
         if self.differences is not None:
             lines = tuple(
-                Cell(("✘ " if change.is_over else "· ") + change.text, "bad" if change.is_over else "faint")
+                Cell(f"{'✘' if change.is_over else '·'} {change.sentence}", "bad" if change.is_over else "faint")
                 for change in self.differences
             )
             sections.append(Section(title="Budget", parts=lines or (Cell("✔ matches the budget", "good"),)))

@@ -52,6 +52,11 @@ class Difference(Plain):
     where: str = ""
     """Module and source line of the collectives, arrays or instructions that changed most; empty if unknown."""
 
+    @property
+    def sentence(self) -> str:
+        """The difference and its location."""
+        return f"{self.text}, in {self.where}" if self.where else self.text
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Plain):
