@@ -43,7 +43,7 @@ from meshpar.loop.intermediate_values import COPIES, EXACT, Node, SourceLine, ev
 from meshpar.loop.value_matching import CapturedValue, Match, Tolerance, compare, differences
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.context import NAMED_MODULES
-from meshpar.sharding.errors import check_cases
+from meshpar.sharding.errors import check_cases, check_positive_int
 from meshpar.sharding.types import PyTree, path_str, tree_leaves_with_paths
 from meshpar.training.state import Setup, TrainState, check_state, make_setup
 from meshpar.training.step import TrainStep
@@ -107,8 +107,8 @@ def diff(
       The difference. Its `str` is a report. It is false (`bool`) if the results are equal.
 
     Raises:
-      MeshparError: the state is not a `TrainState`, the layout is not supported, or the models have different
-        parameters.
+      MeshparError: an argument has the wrong type, the state, the batch or the mesh is abstract, both layouts are the
+        same, the layout is not supported, or the models have different parameters.
 
     Example:
       >>> one = mp.MeshSpec().build(jax.devices()[:1])
@@ -116,6 +116,17 @@ def diff(
       no difference: loss, 2 gradients, 2 parameters and 5 arrays of optimizer state are equal
     """
     check_state("diff(step, state, batch)", state)
+    check_positive_int("diff", "the limit for the bytes of captured values", max_bytes=max_bytes)
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((state, batch)))
+    no_step = next((x for x in (step, other) if x is not None and not isinstance(x, TrainStep)), None)
+    check_cases(
+        "diff(step, state, batch)", "compare two layouts", "wrong-type",
+        (no_step is not None, f"a step is a {type(no_step).__name__}", "pass the result of mp.train_step(loss)"),
+        (is_abstract, "state or batch are abstract, and the step has to run", "pass arrays, as from mp.init_state"),
+        (isinstance(mesh, jax.sharding.AbstractMesh), "the mesh has no devices", "use MeshSpec.build()"),
+        (all(x is None for x in (other, mesh, strategy, model)), "the other layout is the same",
+         "pass `mesh` and `strategy`, `model` or another step"),
+    )  # fmt: skip
     is_same_code = model is None and (other is None or other.loss_fn is step.loss_fn)
     first = _Run(step, _tagged(state.setup), state, batch, by_line=is_same_code)
     setup = make_setup(

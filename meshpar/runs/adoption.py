@@ -33,7 +33,7 @@ from meshpar.runs.model_target import Inputs, parse_inputs, parse_target
 from meshpar.runs.recipe import Recipe, batch_shapes, build_model, build_optimizer, build_step
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.errors import MeshparError, check_choice, check_positive_int, problem
-from meshpar.sharding.host_resources import write_text
+from meshpar.sharding.host_resources import user_line, write_text
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import PyTree
@@ -184,7 +184,10 @@ def adopt(
     check_positive_int("adopt", "the number of layouts to compile", num_layouts=num_layouts)
     check_choice("adopt", "the loss of the recipe", (None, "cross-entropy", "squared-error"), loss=loss)
     if not isinstance(target, str):
-        target = f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', type(target).__name__)}"
+        if not hasattr(target, "__qualname__"):
+            reason, fix = f"it is a {type(target).__name__}", "pass a class, or a function that returns a model"
+            raise problem("adopt(target)", "write code that creates the model", reason, fix, code="wrong-type")
+        target = f"{target.__module__}:{target.__qualname__}"
     cluster = None if cluster is None else parse_cluster(cluster)
     if cluster is not None:
         require_aot(cluster.name)
@@ -202,7 +205,7 @@ def adopt(
     best = layouts[0]
     if best.refused:
         fix = "use other inputs, or write rules by hand: mp.Rules(paths=...)"
-        raise problem(f"`{target}`", "compile a layout", best.refused, fix, code="not-found")
+        raise problem(f"`{target}`", "compile a layout", best.refused.rstrip("."), fix, code="not-found")
     outcome = _verified(with_layout(small_code, names, best)) if verified else None
     return Adoption(
         target=target, cluster=f"{HOST_DEVICES} host devices" if cluster is None else cluster.name, names=names,
@@ -217,22 +220,34 @@ def _proposed(
     code = AdoptedRecipe(target=parse_target(target, settings), inputs=inputs)
     module = code.module()
     model = module.build()
-    try:
+    if code.target.kind in ("nnx", "equinox"):  # the trace of a Linen model's parameters calls the model
+        with _model_errors(target, "create the model", "set other arguments with --set NAME=VALUE"):
+            model.abstract()
+    with _model_errors(
+        target, "trace its forward pass", "pass all inputs that the model needs, with their names in the signature"
+    ):
         flow, leaves, out = traced_flow(model, module.call, dict(inputs.arrays))
-    except MeshparError:
-        raise
-    except Exception as error:
-        reason = f"it raised {type(error).__name__}: {str(error).strip()[:400] or 'no message'}"
-        fix = "pass all inputs that the model needs, with their names in the signature"
-        if type(error).__name__ == "InvalidRngError":
-            fix = "switch dropout off with an input such as deterministic=True or train=False"
-        raise problem(f"`{target}`", "trace its forward pass", reason, fix, code="error-in-model") from error
     output = _output_of(flow, out, inputs.batch_size, loss, target)
     code = dataclasses.replace(code, bounds=_bounds(flow, inputs), output=output)
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     is_small = 2 * sum(leaf.nbytes for leaf in leaves if leaf.nbytes >= MIN_SHARDED_BYTES) < num_bytes
     code = dataclasses.replace(code, shards_all=is_small, drops_names=any(leaf.names for leaf in leaves))
     return code, names_from_flow(flow, leaves), num_bytes
+
+
+@contextlib.contextmanager
+def _model_errors(target: str, requested: str, fix: str) -> Iterator[None]:
+    """Convert an exception of the model to an error with the last line of the user's code."""
+    try:
+        yield
+    except MeshparError:
+        raise
+    except Exception as error:
+        message, line = str(error).strip()[:400].rstrip("."), user_line(error)
+        reason = f"it raised {type(error).__name__}{f' at {line}' if line else ''}: {message or 'no message'}"
+        if type(error).__name__ == "InvalidRngError":
+            fix = "switch dropout off with an input such as deterministic=True or train=False"
+        raise problem(f"`{target}`", requested, reason, fix, code="error-in-model") from error
 
 
 def _bounds(flow: DimFlow, inputs: Inputs) -> dict[str, int]:

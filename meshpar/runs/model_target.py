@@ -24,6 +24,7 @@ import numpy as np
 from meshpar.runs.recipe_file import explain_recipe_errors, imported
 from meshpar.sharding.adapters.model import Model
 from meshpar.sharding.errors import MeshparError, check_cases, near, problem
+from meshpar.sharding.host_resources import check_file
 
 Kind = Literal["nnx", "linen", "equinox", "model"]
 _REFERENCE = r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(\(\))?"
@@ -71,9 +72,20 @@ def parse_inputs(text: str | Path | Mapping[str, Any]) -> Inputs:
         from names to arrays, shapes and other arguments.
 
     Raises:
-      MeshparError: a part has another format, a dtype is unknown, or the first dims of the arrays differ.
+      MeshparError: a part has another format, a name is not an argument's, a dtype is unknown, or the first dims of the
+        arrays differ.
     """
+    check_cases(
+        "adopt(inputs=...)", "read the inputs", "wrong-type",
+        (not isinstance(text, str | Path | Mapping), f"they are a {type(text).__name__}",
+         "pass text such as 'x=float32[8,64]', the path of a file, or a dict from names to arrays"),
+    )  # fmt: skip
     values = dict(text) if isinstance(text, Mapping) else _inputs_of(str(text))
+    wrong_name = next((name for name in values if not isinstance(name, str) or not name.isidentifier()), None)
+    check_cases(
+        "adopt(inputs=...)", "call the model", "bad-syntax",
+        (wrong_name is not None, f"`{wrong_name!r}` is not the name of an argument", "use names such as `x`"),
+    )  # fmt: skip
     arrays = {
         name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
         for name, x in values.items()
@@ -85,8 +97,9 @@ def parse_inputs(text: str | Path | Mapping[str, Any]) -> Inputs:
     sizes = {x.shape[:1] for x in arrays.values()}
     check_cases(
         "adopt(inputs=...)", "call the model", "wrong-shape",
+        (unreadable, f"`{unreadable}` must be an array, a number, text, a bool or None",
+         "leave it out, or create it in a function MODULE:FUNCTION"),
         (not arrays, "it has no arrays", "write for example x=float32[8,64]"),
-        (unreadable, f"`{unreadable}` must be an array, a number, text, a bool or None", "leave it out"),
         (len(sizes) > 1 or () in sizes, "the first dims of the arrays differ, and must be the batch",
          "use the same first dim for all arrays, or create other arrays in a function MODULE:FUNCTION"),
         ((0,) in sizes, "the batch has no examples", "use a first dim of at least 1"),
@@ -101,15 +114,18 @@ def _is_numerical(dtype: Any) -> bool:
 
 def _inputs_of(text: str) -> dict[str, Any]:
     if text.endswith(".py") and "=" not in text:
+        check_file(text, f"inputs `{text}`", "name a Python file that defines a dict `inputs`")
         with explain_recipe_errors([text], "read its inputs"):
-            values = getattr(imported(Path(text)), "inputs", None)
-        if isinstance(values, Mapping):
-            return dict(values)
+            defined = getattr(imported(Path(text)), "inputs", None)
+        if isinstance(defined, Mapping):
+            return dict(defined)
         fix = "define inputs = {'x': np.zeros((8, 64), np.float32)}"
         raise problem(f"inputs `{text}`", "read them", "the file defines no dict `inputs`", fix, code="not-found")
-    values = {}
+    values: dict[str, Any] = {}
     for part in re.split(r",(?![^\[]*\])", text):
         name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name in values:
+            raise problem(f"inputs `{text}`", "read them", f"`{name}` occurs twice", "remove one of them", "conflict")
         match = _INPUT.match(part)
         if match:
             values[name] = jax.ShapeDtypeStruct(_shape(match[3]), _dtype(match[2], part))
@@ -156,6 +172,12 @@ def parse_target(target: str, settings: Iterable[str] = ()) -> ModelTarget:
     Raises:
       MeshparError: the module cannot be imported, does not define the name, or the result is not a model.
     """
+    if isinstance(settings, str | Mapping):
+        reason, fix = f"they are a {type(settings).__name__}", 'pass a list, such as ["num_layers=2"]'
+        raise problem("adopt(settings=...)", "set arguments", reason, fix, code="wrong-type")
+    if "<locals>" in target:
+        reason, fix = "it is defined inside a function", "define it at the top level of the module or notebook"
+        raise problem(f"`{target}`", "adopt it", reason, fix, code="unsupported-feature")
     match = re.fullmatch(_REFERENCE, target)
     if not match or match[3]:
         fix = "write MODULE:CLASS, such as my_package.models:Net"
@@ -178,6 +200,9 @@ def parse_target(target: str, settings: Iterable[str] = ()) -> ModelTarget:
     kind = _kind_of(found)
     if kind in ("nnx", "equinox"):
         key = "rngs=rngs" if kind == "nnx" else "key=key"
+        if (random := key.partition("=")[0]) in tree:
+            reason, fix = "the recipe sets it from its seed", f"remove --set {random}"
+            raise problem(f"`{target}`", f"set `{random}`", reason, fix, code="conflict")
         return ModelTarget(name=target, kind=kind, expression=_call(name, [*arguments, key]), modules=tuple(modules))
     expression = _call(name, arguments)
     created = evaluated(expression, tuple(modules), f"`{target}`")
@@ -271,6 +296,6 @@ def evaluated(expression: str, modules: Iterable[str], where: str) -> Any:
     except MeshparError:
         raise
     except Exception as error:
-        reason = f"`{expression}` raised {type(error).__name__}: {str(error).strip()[:300] or 'no message'}"
+        reason = f"`{expression}` raised {type(error).__name__}: {str(error).strip()[:300].rstrip('.') or 'no message'}"
         fix = "set other arguments with --set NAME=VALUE"
         raise problem(where, "create the model", reason, fix, code="error-in-model") from error

@@ -153,9 +153,23 @@ def test_models_with_other_parameters_are_rejected():
         found(jnp.dot, model=other, strategy=mp.ddp())
 
 
-def test_state_is_checked():
-    with raises("wrong-type"):
-        mp.diff(mp.train_step(squares), 0, {})
+def test_arguments_are_checked():
+    step, batch, one = mp.train_step(squares), {"x": np.ones((4, 8), np.float32)}, one_device()
+    setup = {"mesh": one, "strategy": mp.ddp()}
+    state = mp.abstract_state(linear(jnp.dot), optax.sgd(0.1), **setup)
+    live = mp.init_state(linear(jnp.dot), optax.sgd(0.1), **setup, key=0)
+    for code, reason, arguments, options in (
+        ("wrong-type", "int", (step, 0, {}), {}),
+        ("wrong-type", "function", (squares, live, batch), setup),
+        ("wrong-type", "function", (step, live, batch, squares), setup),
+        ("wrong-type", "state or batch are abstract", (step, state, batch), setup),
+        ("wrong-type", "no devices", (step, live, batch), {"mesh": mp.MeshSpec(data=8).abstract(8)}),
+        ("wrong-type", "the same", (step, live, batch), {}),
+        ("not-an-int", "at least 1", (step, live, batch), {**setup, "max_bytes": 0}),
+    ):
+        with raises(code) as error:
+            mp.diff(*arguments, **options)
+        assert reason in error.value.reason
 
 
 # ---- Planted faults --------------------------------------------------------------------------------------------------

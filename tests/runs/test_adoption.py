@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import meshpar as mp
 from meshpar.inspect.proposed_names import propose_names
@@ -30,6 +31,11 @@ CASES = {
     "OtherNames": "x=float32[16,16]",
 }
 """Class or function, and inputs."""
+
+
+class WithoutWeights(nnx.Module):
+    def __init__(self, rngs):
+        raise RuntimeError("no weights")
 
 
 def proposed(name: str, loss=None):
@@ -127,6 +133,20 @@ def test_layouts_divide_heads_nodes_and_batch() -> None:
 def test_errors(target, inputs, settings, code) -> None:
     with raises(code):
         adopt(f"{MODELS}:{target}", inputs, settings=settings)
+
+
+def test_an_error_of_the_constructor_names_its_line() -> None:
+    with raises("error-in-model", "WithoutWeights") as error:
+        adopt(WithoutWeights, "x=float32[16,4]")
+    assert "test_adoption.py:" in error.value.reason
+    with raises("error-in-model") as error:
+        adopt("flax.nnx:Linear", "inputs=float32[16,4]", settings=["width=4"])
+    assert error.value.requested == "create the model"
+
+
+def test_an_object_is_not_a_target() -> None:
+    with raises("wrong-type"):
+        adopt(small_mlp(), "x=float32[16,16]")  # its arguments would be lost
 
 
 def test_a_class_of_a_notebook_is_adopted_but_not_saved(tmp_path: Path, monkeypatch) -> None:

@@ -89,6 +89,9 @@ def test_kinds_of_models(name, settings, kind, end) -> None:
         (f"{HERE}:Stack", ["config.width=4"], "missing-argument"),
         (f"{HERE}:Stack", ["config=small", "config.width=4"], "missing-argument"),
         (f"{HERE}:Stack", [f"config={HERE}:Konfig"], "not-found"),
+        (f"{HERE}:Stack", "config=1", "wrong-type"),
+        (f"{HERE}:Linear", ["rngs=1"], "conflict"),
+        (f"{HERE}:test.<locals>.Net", [], "unsupported-feature"),
     ],
 )
 def test_errors_of_targets(target, settings, code) -> None:
@@ -128,7 +131,11 @@ def test_inputs_from_text_file_and_dict(tmp_path: Path) -> None:
         ("x=float32[8 8]", "bad-syntax"),
         ("x=float32[8,,8]", "bad-syntax"),
         ("x=str[8]", "wrong-shape"),
+        ("x=float32[8,2],x=float32[8,4]", "conflict"),
         ("no_such_file.py", "missing-file"),
+        (None, "wrong-type"),
+        ({1: np.zeros((8, 2))}, "bad-syntax"),
+        ({"x": {"a": np.zeros((8, 2))}}, "wrong-shape"),
     ],
 )
 def test_errors_of_inputs(text, code) -> None:
