@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshpar.inspect.census import per_array
 from meshpar.inspect.memory_timeline import group_of, memory_timeline
 from meshpar.inspect.program import Program
 from meshpar.inspect.program_digest import digest, module_digests, opcode_counts
@@ -82,7 +83,7 @@ class Budget(Plain):
     kernels: Mapping[str, float] | None = None
     """Kind, implementation and dtypes of kernels -> executions per step; None without a cluster."""
     sources: Mapping[str, Mapping[str, Sequence[Any]]] = dataclasses.field(default_factory=dict)
-    """Quantity -> module -> bytes, executions per step, and source line.
+    """Quantity -> module -> bytes, share of the executions per step, and source line.
 
     Bytes are sent per device (`all-gather over fsdp`) or live at the maximum of temporaries (`peak memory`)."""
     fingerprint: str = ""
@@ -269,12 +270,14 @@ _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0
 
 def _sources(report: Report) -> dict[str, dict[str, list[Any]]]:
     sources: dict[str, dict[str, list[Any]]] = {}
-    for sent in report.collectives:
-        collective = sent.collective
+    for collective in (sent.collective for sent in report.collectives):
         modules = sources.setdefault(f"{collective.kind} over {collective.axes_label}", {})
-        entry = modules.setdefault(collective.module, [0.0, 0, short_source(collective.source)])
-        entry[0] += collective.bytes_sent_per_step
-        entry[1] += collective.count_per_step
+        for array in per_array(collective):  # XLA combines arrays of several modules
+            entry = modules.setdefault(array.module, [0.0, 0.0, short_source(array.source)])
+            entry[0] += array.bytes_sent_per_step
+            entry[1] += array.count_per_step / len(collective.parts or (array,))
+    for entry in flat(sources).values():
+        entry[1] = round(entry[1], 3)
     return sources
 
 

@@ -11,6 +11,8 @@ import meshpar as mp
 from meshpar.inspect.budget import SLACK_BYTES, Budget, BudgetCheck, BudgetChecks, Difference
 from meshpar.inspect.comparison import Comparison
 from meshpar.inspect.render import text_of
+from meshpar.inspect.source_scopes import module_path
+from meshpar.sharding.printing import flat
 from tests.errors import raises
 
 
@@ -183,6 +185,18 @@ def test_a_change_names_the_module_and_line_that_changed_most(report, budget):
     assert (found.quantity, found.is_over) == (quantity, True)
     assert found.where == f"{module} · {modules[module][2]}"
     assert modules[module][2].rpartition(":")[2].isdigit()
+
+
+def test_combined_collectives_are_assigned_to_the_modules_of_their_arrays(report, budget):
+    combined = [sent.collective for sent in report.collectives if len(sent.collective.parts) > 1]
+    assert combined
+    for collective in combined:
+        modules = budget.sources[f"{collective.kind} over {collective.axes_label}"]
+        assert modules.keys() >= {module_path(part.op_name) for part in collective.parts}
+    for (axes, kind), total in flat(budget.totals).items():
+        nbytes, counts, _ = zip(*budget.sources[f"{kind} over {axes}"].values(), strict=True)
+        assert sum(nbytes) == pytest.approx(total["bytes_sent_per_device"])
+        assert sum(counts) == pytest.approx(total["count_per_step"], abs=0.01)
 
 
 @pytest.mark.parametrize("nbytes", [10**6, -(10**6)])
