@@ -350,6 +350,9 @@ def _run(args: Sequence[str]) -> None:
         _check_not_empty(args)
         code = cli.main(args, prog_name="meshpar", standalone_mode=False, obj=list(args))
     except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command; click 8.1 prints the help itself
+            error.show()
+            sys.exit(error.exit_code)
         _fail(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", signals.exit_code())

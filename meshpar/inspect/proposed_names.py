@@ -102,7 +102,7 @@ class ProposedNames(Printed, Plain):
             for (pattern, shape, dims, reason), paths in groups.items()
         ]
         caption = (
-            f"{len(self.unnamed)} other parameters have no names: the strategy shards the largest dim of large ones"
+            f"other parameters have no names: {len(self.unnamed)}; the strategy shards the largest dim of large ones"
         )
         columns = ("parameter", "shape", "names", "reason")
         return table("proposed logical names", columns, rows, left=columns, caption=caption)

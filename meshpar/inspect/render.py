@@ -121,13 +121,21 @@ class Table:
         return text
 
     def _html(self, rows: Sequence[Sequence[Text]]) -> str:
-        classes = ["n" if name.endswith(">") else "" for name in self.columns]
+        classes = [
+            "n" if name.endswith(">") else "" if _has_long_word(column) else "short"
+            for name, *column in zip(self.columns, *self.rows, strict=True)
+        ]
         lines = [
             "<tr>" + "".join(_cell(text).html(tag, name) for text, name in zip(row, classes, strict=True)) + "</tr>"
             for tag, row in (("th", [name.rstrip(">?") for name in self.columns]), *(("td", row) for row in rows))
         ]
         body = "\n".join(lines[1:])
         return f'<div class="scroll"><table><thead>{lines[0]}</thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _has_long_word(column: Iterable[Text]) -> bool:
+    """Return whether a column has a path or another word that may be broken, so that the table is not too wide."""
+    return any(len(word) > SHORT_CELL for text in column for word in _cell(text).text.split())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -656,6 +664,7 @@ _CSS = """
 .meshpar table{border-collapse:collapse;margin:.2em 0 .4em;background:none;color:inherit}
 .meshpar th,.meshpar td{text-align:left;vertical-align:top;padding:.22em .8em .22em 0;border:0;
 background-color:transparent;overflow-wrap:anywhere;color:inherit}
+.meshpar th,.meshpar .short{overflow-wrap:normal}
 .meshpar th{font-weight:500;opacity:.65;border-bottom:1px solid rgba(128,128,128,.5)}
 .meshpar tr{background:none}
 .meshpar tbody tr+tr td{border-top:1px solid rgba(128,128,128,.18)}

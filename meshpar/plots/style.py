@@ -55,8 +55,10 @@ MEMORY = {
     "batch and the rest": "#8a8f98",
 }
 """Colors of the parts of device memory, from bottom to top."""
-KINDS = {"all-reduce": "", "all-gather": "....", "reduce-scatter": "////", "all-to-all": "xxxx"}
-"""Hatch pattern of each kind of collective. Other kinds use `OTHER_KIND`."""
+KINDS = {"all-reduce": "", "all-gather": "\\\\\\\\", "reduce-scatter": "////", "all-to-all": "xxxx"}
+"""Hatch pattern of each kind of collective. Other kinds use `OTHER_KIND`.
+
+Dots would make SVG files a hundred times as large."""
 OTHER_KIND = "||||"
 
 MOST_NUMBERED = 64

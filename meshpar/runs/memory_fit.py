@@ -24,7 +24,7 @@ from meshpar.inspect.step_numbers import LoweredStep, StepNumbers, lower
 from meshpar.runs.memory_changes import Change, ladders, layouts
 from meshpar.runs.recipe import Recipe, batch_shapes, build_abstract
 from meshpar.runs.recipe_file import load_recipe
-from meshpar.sharding.errors import check_positive_int
+from meshpar.sharding.errors import check_cases, check_positive_int
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.units import human_bytes, human_time
 
@@ -194,6 +194,13 @@ def fit_memory(
     """
     if num_processes is not None:
         check_positive_int("fit_memory", "the number of compiling processes", num_processes=num_processes)
+    check_cases(
+        "fit_memory", "compile the step", "wrong-type",
+        (not isinstance(recipe, Recipe | str | Path), f"the recipe is a {type(recipe).__name__}",
+         "pass an mp.Recipe, a file or the name of a recipe"),
+        (not isinstance(batch, Mapping | None), f"the batch is a {type(batch).__name__}",
+         "pass a dict from names to jax.ShapeDtypeStruct"),
+    )  # fmt: skip
     cluster = parse_cluster(cluster)
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, devices=cluster.num_devices)

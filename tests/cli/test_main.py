@@ -483,6 +483,13 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("args", [[], ["budget"]])
+def test_a_group_without_command_prints_its_help(meshpar, args):
+    code, out, error = meshpar(*args)
+    assert code in (0, 2)  # by the version of click
+    assert "Commands:" in (out + error).splitlines()
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -237,6 +237,13 @@ def test_html_escapes_markup(nasty):
     }
 
 
+def test_only_long_words_of_a_page_are_broken():
+    rows = [("tensor", "meshpar/models/transformer.py:72")]
+    page = render.Table(columns=("axes", "where"), rows=rows).html()
+    assert 'class="short">tensor' in page
+    assert "<td>meshpar" in page
+
+
 def test_html_is_self_contained(report):
     piece = report._repr_html_()
     assert piece.startswith('<div class="meshpar">')

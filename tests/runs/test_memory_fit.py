@@ -207,6 +207,10 @@ def test_json_and_html(search):
 def test_invalid_arguments():
     with raises("not-an-int"):
         fit_memory(decoder(), CLUSTER, num_processes=0)
+    with raises("wrong-type"):
+        fit_memory(None, CLUSTER)
+    with raises("wrong-type"):
+        fit_memory(decoder(), CLUSTER, batch=[1])
 
 
 # Programs for GPUs ---------------------------------------------------------------------------------------------------
