@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +91,7 @@ def save(
         for recipe in recipes
         for cluster in clusters or (None,)
     ]
+    _check_folder(folder, f"folder {folder}", "keep budgets in it", "name another folder with --folder DIR")
     failed, files = False, dict[str, Any]()
     for arguments, result in zip(programs, _compiled(programs, jobs, cache), strict=True):
         if isinstance(result, str):
@@ -205,26 +208,38 @@ def _compiled(programs: Sequence[Sequence[str]], jobs: int, cache: str | None) -
         return []
     folder = str(cache_folder() / "explain") if cache is None else cache
     if folder != NO_CACHE and any("--cluster" in arguments for arguments in programs):
-        _check_cache(folder)
+        fix = f"name another folder with --cache DIR, or use --cache {NO_CACHE}"
+        _check_folder(folder, f"cache {folder}", "keep compiled programs in it", fix, mode=0o700)
     context = multiprocessing.get_context("spawn")
     if sys.stderr.isatty():
         click.echo(f"compiling {len(programs)} programs …", err=True)
-    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(programs)), mp_context=context) as pool:
+    num_processes = min(jobs, len(programs))
+    with concurrent.futures.ProcessPoolExecutor(num_processes, context, initializer=_end_with_parent) as pool:
         futures = [pool.submit(budget_of, tuple(arguments), folder) for arguments in programs]
         return [_result(future) for future in futures]
 
 
-def _check_cache(folder: str) -> None:
-    """Check, before any compilation, that programs can be written to the folder."""
+def _end_with_parent() -> None:
+    """End this process as soon as its parent has ended, for example by Ctrl-C, which only the parent reports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def wait() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, name="meshpar-parent", daemon=True).start()
+
+
+def _check_folder(folder: str, where: str, requested: str, fix: str, mode: int = 0o777) -> None:
+    """Create a folder and check, before any compilation, that files can be written to it."""
     reason = ""
     try:
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(folder).mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
     if reason or not os.access(folder, os.W_OK):
-        fix = f"name another folder with --cache DIR, or use --cache {NO_CACHE}"
-        requested = "keep compiled programs in it"
-        raise problem(f"cache {folder}", requested, reason or "you do not have permission", fix, code="not-writable")
+        raise problem(where, requested, reason or "you do not have permission", fix, code="not-writable")
 
 
 def _result(future: concurrent.futures.Future[Budget | str]) -> Budget | str:

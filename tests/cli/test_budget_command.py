@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,7 @@ def test_a_check_without_any_budget_compiles_nothing(meshpar, tmp_path):
         (("check", "--markdown", "no/folder.md"), "no folder"),
         (("check", "--jobs", "0"), "--jobs"),
         (("save", "gpt_stdlib", "--folder", "file"), "--folder"),
+        (("save", "gpt_stdlib", "--folder", "file/budgets"), "--folder DIR"),
         (("save", "gpt_stdlib", "--cluster", "h100:1x8", "--cache", "file/cache"), "--cache none"),
     ],
 )
@@ -145,6 +148,26 @@ def test_errors(meshpar, args, message, tmp_path):
     code, _, err = meshpar(*args)
     assert code == 2
     assert message in err
+
+
+def test_compiling_processes_end_with_the_command():
+    code = """
+import multiprocessing, time
+from meshpar.cli.budget_command import _end_with_parent
+
+def compile():
+    _end_with_parent()
+    print("started", flush=True)
+    time.sleep(60)
+
+multiprocessing.get_context("fork").Process(target=compile).start()
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"started\n"
+    parent.kill()
+    assert parent.communicate(timeout=30)[0] == b""  # the other process has closed its end of the pipe
 
 
 def test_two_budgets_do_not_share_a_file(meshpar, compiled):
