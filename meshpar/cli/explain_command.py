@@ -208,8 +208,10 @@ class Subject:
 
     def against(self, other: str) -> Subject:
         """Return the second subject of a comparison. `other` (--against) is a recipe, mesh, strategy or cluster."""
+        from meshpar.runs.recipe_file import is_recipe_path
+
         same: dict[str, Any] = {"assignments": self.assignments, "shapes": self.shapes}
-        if re.search(r"\.py(:\w+)?$", other):
+        if is_recipe_path(other):
             return Subject.of(other, self.cluster, layout=(), **same)
         if "(" not in other and re.fullmatch(r"[A-Za-z0-9_\-]+:[0-9x]+|.*\.json", other):
             return Subject.of(self.path, other, layout=self.layout, from_hf=self.from_hf, **same)

@@ -76,6 +76,12 @@ def _packaged_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.py"))} if folder != package else {}
 
 
+def is_recipe_path(text: str) -> bool:
+    """Return whether a text is a path as in `load_recipe`, which may not exist: `file.py:name`, or a packaged name."""
+    file = text.partition(":")[0]
+    return file.endswith(".py") or file in _packaged_recipes()
+
+
 def _file_of(path: str) -> Path:
     """Return the file of a recipe's path or name; see `load_recipe`."""
     name = path.partition(":")[0]

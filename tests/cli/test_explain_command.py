@@ -212,7 +212,7 @@ def test_text_and_html_compare_two_strategies(explain, recipe, tmp_path):
     assert not any(line.endswith(" ") for line in out.splitlines())
     html = page.read_text()
     assert html.startswith("<!doctype html>")
-    assert html.count("<img ") == 4
+    assert html.count("<img ") == 6  # bytes, memory, and memory over time of each report
     assert "Side by side" in html
     assert html.count('class="meshpar" data-report=') == 2
     assert not re.findall(r"https?://(?!www.w3.org/2000/svg)", html)  # the page loads no other files
@@ -248,6 +248,7 @@ def test_against_keeps_other_options(recipe, monkeypatch):
     assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("a100-80:2x4", 2, 3)
     other = subject.against(f"{recipe}:unexpected")
     assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("h100:1x8", 1, 3)
+    assert subject.against("gpt_stdlib").recipe.name == "gpt_stdlib"
     assert subject.against("zero1()").recipe.strategy == mp.zero1()
     assert subject.against("data=8").sizes["data"] == 8
 
