@@ -253,12 +253,12 @@ class Budget(Plain):
         )
 
     def _most_changed_module(self, now: Budget) -> str:
-        """Return the module with the largest change of the number of instructions, or with other instructions."""
-        nothing, changes = (0, ""), dict[str, int]()
+        """Return the module whose number of instructions changed most, or the innermost one with other instructions."""
+        nothing, changes = (0, ""), dict[str, tuple[int, int]]()
         for module in {**self.modules, **now.modules}:
             (old_count, old_hash), (count, new_hash) = (b.modules.get(module, nothing) for b in (self, now))
             if module and old_hash != new_hash:
-                changes[module] = abs(count - old_count)
+                changes[module] = abs(count - old_count), module.count("/")
         return max(changes, key=changes.__getitem__, default="")
 
     def _is_over(self, limit: float, value: float, slack: float = SLACK_BYTES) -> bool:

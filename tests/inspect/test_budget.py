@@ -256,7 +256,10 @@ def test_a_program_has_changed_if_both_its_lowered_and_its_compiled_form_differ(
     assert (found.before, found.after) == (f"{old} add, 0 fft", f"{old + 3} add, 1 fft")
     for same in ("fingerprint", "digest"):
         assert budget.differences(dataclasses.replace(now, **{same: getattr(budget, same)})) == ()
-    (found,) = budget.differences(dataclasses.replace(budget, fingerprint="0123", digest="4567"))
+    other = {name: [budget.modules[name][0], "0c"] for name in ("gradients", module, "update")}
+    changes["modules"] = {**budget.modules, **other}
+    (found,) = budget.differences(dataclasses.replace(budget, **{**changes, "opcodes": budget.opcodes}))
+    assert found.where == module
     assert found.after == "the same opcodes with other constants, shapes, operands or order"
 
 
