@@ -20,20 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipelined
 from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.layers.precision import NUMERICS
-from meshpar.layers.scan import Layer, LayerRunner, PrefetchedWeight, leaf_at, running
+from meshpar.layers.scan import PrefetchedWeight, leaf_at, running
 from meshpar.parallel.execution import Execution, LayerGather, layer_elements, owned_axes
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import problem
@@ -50,6 +48,7 @@ from meshpar.training.gradients import xla
 from meshpar.training.gradients.batch_region import BatchRegion
 from meshpar.training.gradients.engine import Feature, GradientEngine
 from meshpar.training.gradients.layer_loop import LayerLayout, LoopRunner
+from meshpar.training.gradients.stack_uses import check_stacks
 from meshpar.training.gradients.weight_messages import WeightMessages, make_messages
 from meshpar.training.options import ReduceGradients, StepOptions
 from meshpar.training.state import Setup, TrainState
@@ -167,8 +166,8 @@ def _by_messages(
             sums = region.sums(loss, step_once, params, extra, examples, key)
             sums = sums.replace(grads=messages.scatter_all(sums.grads, noise))
         else:
-            dtypes = {path: messages.leaves[path].compute for path in messages.stacks}
-            check_stacks(loss, setup, dtypes, messages.gather_unstacked(params, noise), extra, examples, key)
+            stacks = {path: (messages.leaves[path].compute, messages.leaves[path].batch) for path in messages.stacks}
+            check_stacks(loss, setup, stacks, messages.gather_unstacked(params, noise), extra, examples, key)
             sums = region.sums(loss, step_of, params, extra, examples, key, call=with_weights)
         return sums.replace(grads=messages.reduce_across(sums.grads, noise)) if messages.deferred_axes else sums
 
@@ -189,46 +188,6 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
         return MicrobatchTotals(value, metrics, grads, after)
 
     return micro_step
-
-
-class _WithoutWeights(LayerRunner):
-    """Runs stacked layers with zeros as their weights, so that no result depends on these."""
-
-    def run(self, stack_path: str, layer: Layer, x: PyTree, inputs: tuple[PyTree, PyTree, PyTree]) -> PyTree:
-        params, *others = inputs
-        return super().run(stack_path, layer, x, (jax.tree.map(jnp.zeros_like, params), *others))
-
-
-def check_stacks(
-    loss: Loss, setup: Setup, dtypes: Mapping[str, Any], params: PyTree, *args: Any, remove: str = "quantize"
-) -> None:
-    """Check that the loss uses some stacked weights only in `scan_layers`.
-
-    Elsewhere it would receive the local weights. A penalty on all weights would be the penalty on these.
-
-    Args:
-      dtypes: compute dtypes of the stacked weights by path.
-      params, args: arguments of the loss. Other parameters than the stacked weights have the shapes of the model.
-      remove: the setting that distributes the weights.
-    """
-    decisions = {decision.path: decision for decision in setup.table.params}
-    shapes = {path: jax.ShapeDtypeStruct(decisions[path].leaf.shape, dtype) for path, dtype in dtypes.items()}
-
-    def run(stacks: dict[str, jax.Array]) -> Any:
-        full = jax.tree_util.tree_map_with_path(lambda path, x: stacks.get(path_str(path), x), params)
-        with running(_WithoutWeights()):
-            return loss(full, *args)
-
-    jaxpr = jax.make_jaxpr(run)(shapes).jaxpr
-    is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-    for path, used in zip(sorted(shapes), is_used, strict=True):
-        if used:
-            where, requested = f"strategy {setup.strategy.label}, parameter `{path}`", "distribute it by layer"
-            reason = "the loss uses it outside of mp.scan_layers, where each device has only a part of it"
-            fix = (
-                "run the layers with mp.scan_layers(layer, x, params), return penalties on weights as mp.Aux(loss, {})"
-            )
-            raise problem(where, requested, reason, f"{fix} of a layer, or remove {remove}", "unsupported-feature")
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ from meshpar.sharding.types import (
 from meshpar.training.accumulation import compute_params, grad_specs
 from meshpar.training.execution import Sharded, described
 from meshpar.training.gradients.engine import GradientEngine
-from meshpar.training.gradients.fsdp import check_stacks
+from meshpar.training.gradients.stack_uses import check_stacks
 from meshpar.training.gradients.stage_messages import StageMessages
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
@@ -69,9 +69,11 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     check_examples(batch, {axis: setup.sizes[axis] for axis in batch_axes}, count * slices, unit)
     chunked = _ChunkedModel.of(setup, schedule, pipeline)
     paths = [decision.path for decision in setup.table.params]
-    stacks = (chunked.partition(each)[0] for each in (paths, jax.tree.leaves(params)))
-    dtypes = {path: x.dtype for path, x in zip(*stacks, strict=True)}
-    check_stacks(loss, setup, dtypes, params, state.extra, batch, key, remove="the stages")
+    leaves_of_stacks = (chunked.partition(each)[0] for each in (paths, jax.tree.leaves(params)))
+    stacks = {
+        path: (x.dtype, ((pipeline.axis,), *[()] * (x.ndim - 1))) for path, x in zip(*leaves_of_stacks, strict=True)
+    }
+    check_stacks(loss, setup, stacks, params, state.extra, batch, key, remove="the stages")
     epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
     layers, others = chunked.partition(paths)
     context = NUMERICS.value
