@@ -389,12 +389,20 @@ class _Search:
         return best
 
     def factors(self, index: int) -> set[float]:
-        """Return the numbers of parts by which the values of the layout are larger than the reference."""
+        """Return the numbers of parts by which the values of the layout are larger than the reference.
+
+        Parts are iterations, and devices along mesh axes that shard the batch.
+        """
         reference, others = self.values(index)
-        sizes = {x.array.shape[dim] for x in others for dim in range(len(x.axes)) if x.array.shape[dim] > 1}
-        if not np.issubdtype(reference.array.dtype, np.inexact) or not sizes:
+        if not np.issubdtype(reference.array.dtype, np.inexact):
             return set()
-        dims = [size for x in others[:1] for size in x.array.shape[: len(x.axes)] if size > 1]
+        axes = {None, *self.layout.setup.batch_axes}
+        dims = [
+            x.array.shape[dim]
+            for x in others[:1]
+            for dim, axis in enumerate(x.axes)
+            if axis in axes and x.array.shape[dim] > 1
+        ]
         products = {math.prod(part) for n in range(1, len(dims) + 1) for part in itertools.combinations(dims, n)}
         return {factor for factor in products if self.is_scaled(reference, others, index, factor)}
 

@@ -218,6 +218,10 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     return figure
 
 
+MOST_PEAKS = 20
+"""GPU memory above this multiple of the peak is not drawn, because the parts of the peak would be invisible."""
+
+
 @styled
 def memory(reports: Mapping[str, Memory]) -> Figure:
     """Plot the memory of a device for multiple programs: a bar per label, divided by contents, and the GPU's limit."""
@@ -225,6 +229,7 @@ def memory(reports: Mapping[str, Memory]) -> Figure:
         fix = "pass a label and a report.memory for each bar"
         raise problem("plots.memory", "draw reports", "there are none", fix, code="missing-argument")
     figure, (axes,) = figure_of(3.6 + 1.4 * len(reports), 4.8)
+    largest = max(report.peak_bytes for report in reports.values())
     for place, report in enumerate(reports.values()):
         parts = (
             report.params_bytes,
@@ -243,7 +248,7 @@ def memory(reports: Mapping[str, Memory]) -> Figure:
             textcoords="offset points", ha="center", va="bottom", fontsize=9, color=BASELINE if over else INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-        if (limit := report.limit_bytes) is not None:
+        if (limit := report.limit_bytes) is not None and limit <= MOST_PEAKS * largest:
             line = axes.plot([place - 0.42, place + 0.42], [limit, limit], color=BASELINE, lw=1.4, ls=DASHED)
             line[0].set_label(f"GPU memory ({human_bytes(limit)})")
     axes.set_xticks(range(len(reports)), list(reports))
@@ -284,6 +289,8 @@ def memory_timeline(timeline: MemoryTimeline, *, limit_bytes: int | None = None)
         f"peak {human_bytes(height)}", (times[peak], height), (0, 5), textcoords="offset points", ha="center",
         va="bottom", fontsize=9, color=INK,
     )  # fmt: skip
+    if limit_bytes is not None and limit_bytes > MOST_PEAKS * height:
+        limit_bytes = None
     if limit_bytes is not None:
         axes.axhline(limit_bytes, color=BASELINE, lw=1.4, ls=DASHED)
         label = f"GPU memory ({human_bytes(limit_bytes)})"

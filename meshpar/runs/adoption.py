@@ -32,7 +32,7 @@ from meshpar.runs.adopted_recipe import AdoptedRecipe, LossKind, ModelOutput
 from meshpar.runs.model_target import Inputs, parse_inputs, parse_target
 from meshpar.runs.recipe import Recipe, batch_shapes, build_model, build_optimizer, build_step
 from meshpar.sharding.adapters.model import Model
-from meshpar.sharding.errors import MeshparError, check_choice, check_positive_int, problem
+from meshpar.sharding.errors import MeshparError, check_cases, check_choice, check_positive_int, problem
 from meshpar.sharding.host_resources import user_line, write_text
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
@@ -173,7 +173,8 @@ def adopt(
       The names, the layouts, the comparison and the recipe. `save` writes the recipe.
 
     Raises:
-      MeshparError: the model cannot be created or traced, no layout divides it, or it is too large to be verified.
+      MeshparError: the model cannot be created or traced, no layout divides it, it is too large to be verified, or jax
+        has only one device.
 
     Example:
       >>> adoption = mp.adopt(  # doctest: +SKIP
@@ -191,6 +192,12 @@ def adopt(
     cluster = None if cluster is None else parse_cluster(cluster)
     if cluster is not None:
         require_aot(cluster.name)
+    fix = "set XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts"
+    check_cases(
+        "adopt", "compare layouts", "unsupported-feature",
+        (cluster is None and len(jax.devices()) == 1, "jax has one device", f"{fix}, or name a cluster"),
+        (verified and len(jax.devices("cpu")) == 1, "jax has one host device", f"{fix}, or use verified=False"),
+    )  # fmt: skip
     code, names, num_bytes = _proposed(target, parse_inputs(inputs), settings, loss)
     small_code = code
     if verified and small:
@@ -208,7 +215,7 @@ def adopt(
         raise problem(f"`{target}`", "compile a layout", best.refused.rstrip("."), fix, code="not-found")
     outcome = _verified(with_layout(small_code, names, best)) if verified else None
     return Adoption(
-        target=target, cluster=f"{HOST_DEVICES} host devices" if cluster is None else cluster.name, names=names,
+        target=target, cluster=f"{_num_local()} local devices" if cluster is None else cluster.name, names=names,
         layouts=layouts, verified=outcome, code=with_layout(code, names, best),
     )  # fmt: skip
 
@@ -355,7 +362,7 @@ def _compiled(
     code: AdoptedRecipe, names: ProposedNames, num_bytes: int, cluster: Cluster | None, num_layouts: int
 ) -> tuple[AdoptedLayout, ...]:
     """Compile the most promising layouts of each kind. Return them in order of the step time, or of the bytes."""
-    num_devices = min(HOST_DEVICES, len(jax.devices())) if cluster is None else cluster.num_devices
+    num_devices = _num_local() if cluster is None else cluster.num_devices
     per_node = num_devices if cluster is None else cluster.gpus_per_node
     candidates = list(
         candidate_layouts(
@@ -384,6 +391,10 @@ def _compiled(
         if all(x.refused for x in compiled) and replicated.strategy not in {x.strategy for x in chosen}:
             compiled.append(_explained(with_layout(code, names, replicated), replicated, cluster, pod))
     return tuple(sorted(compiled, key=lambda layout: layout.rank))
+
+
+def _num_local() -> int:
+    return min(HOST_DEVICES, len(jax.devices()))
 
 
 def _explained(

@@ -143,9 +143,10 @@ def test_times_are_those_of_the_simulation():
     assert all(array.start_s <= peak_s <= array.end_s for array in found.arrays)
     assert [array.nbytes for array in found.arrays] == sorted((a.nbytes for a in found.arrays), reverse=True)
     assert next(iter(found.live_bytes)) in ("layers/attention", "layers/mlp")
-    figure = plots.memory_timeline(found, limit_bytes=10**9)
+    figure = plots.memory_timeline(found, limit_bytes=10**8)
     assert "peak" in figure.axes[0].texts[0].get_text()
-    assert figure.axes[0].get_ylim()[1] > 10**9
+    assert figure.axes[0].get_ylim()[1] > 10**8
+    assert plots.memory_timeline(found, limit_bytes=10**10).axes[0].get_ylim()[1] < 10**8  # too far away
 
 
 def test_modules_are_grouped():

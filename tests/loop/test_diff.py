@@ -108,6 +108,21 @@ def test_kinds_of_wrong_optimizers(make, kind, line):
     assert not difference.origin.source.file.endswith("training/step.py")
 
 
+def sum_of_sums(x, w):
+    y = jax.lax.psum(x @ w, "tensor")
+    y = jax.lax.psum(y, "tensor")
+    return 3 * -(2 * y)
+
+
+def test_two_reductions_over_a_model_axis_are_a_factor():
+    """Engines scale values by the number of parts of the batch, but not by the size of other axes."""
+    specs = {"in_specs": (P(None, "tensor"), P("tensor")), "out_specs": P(), "check_vma": False}
+    origin = found(lambda x, w: jax.shard_map(sum_of_sums, **specs, axis_names={"tensor"})(x, w)).origin
+    assert origin.kind == "factor"
+    assert "`tensor`" in origin.detail
+    assert (origin.source.file, origin.source.line) == (__file__, sum_of_sums.__code__.co_firstlineno + 2)
+
+
 @pytest.mark.matrix
 def test_line_of_a_random_key_comes_first():
     def noisy(model, batch, key):

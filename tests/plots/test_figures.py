@@ -196,6 +196,12 @@ def test_each_bar_has_its_limit():
     assert lines == [(0.0, 100), (1.0, 60)]
 
 
+def test_a_distant_limit_is_not_drawn():
+    (axes,) = plots.memory({"a": account(*SMALL, limit=48_000)}).axes
+    assert not axes.lines
+    assert axes.get_ylim()[1] < 100
+
+
 def test_memory_of_nothing_is_an_error():
     with raises("missing-argument", "plots.memory"):
         plots.memory({})

@@ -144,6 +144,14 @@ def test_an_error_of_the_constructor_names_its_line() -> None:
     assert error.value.requested == "create the model"
 
 
+@pytest.mark.parametrize(("num_local", "num_host", "fix"), [(1, 1, "cluster"), (8, 1, "verified=False")])
+def test_a_single_device_has_no_layouts(monkeypatch, num_local, num_host, fix) -> None:
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [None] * (num_host if platform else num_local))
+    with raises("unsupported-feature") as error:
+        adopt(f"{MODELS}:small_mlp", CASES["small_mlp"])
+    assert fix in error.value.fix
+
+
 def test_an_object_is_not_a_target() -> None:
     with raises("wrong-type"):
         adopt(small_mlp(), "x=float32[16,16]")  # its arguments would be lost
