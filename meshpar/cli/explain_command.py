@@ -438,6 +438,7 @@ def _label(subject: Subject, other: Subject) -> str:
 def _plots(label: str, report: Report) -> dict[str, str]:
     """Return caption -> plot, as SVG text."""
     import io
+    import textwrap
     import warnings
 
     import matplotlib
@@ -445,6 +446,7 @@ def _plots(label: str, report: Report) -> dict[str, str]:
     from meshpar import plots
     from meshpar.inspect.memory_timeline import memory_timeline
 
+    label = textwrap.fill(label, 32)  # a strategy may be longer than the picture is wide
     figures = {
         "Bytes over each axis": plots.axes_bytes({label: report}),
         "Memory": plots.memory({label: report.memory}),

@@ -126,7 +126,12 @@ class Table:
             for name, *column in zip(self.columns, *self.rows, strict=True)
         ]
         lines = [
-            "<tr>" + "".join(_cell(text).html(tag, name) for text, name in zip(row, classes, strict=True)) + "</tr>"
+            "<tr>"
+            + "".join(
+                cell.html(tag, name, "long" if name == "n" and len(cell.text) > SHORT_CELL else "")
+                for cell, name in zip(map(_cell, row), classes, strict=True)
+            )
+            + "</tr>"
             for tag, row in (("th", [name.rstrip(">?") for name in self.columns]), *(("td", row) for row in rows))
         ]
         body = "\n".join(lines[1:])
@@ -669,6 +674,7 @@ background-color:transparent;overflow-wrap:anywhere;color:inherit}
 .meshpar tr{background:none}
 .meshpar tbody tr+tr td{border-top:1px solid rgba(128,128,128,.18)}
 .meshpar .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+.meshpar .long{white-space:normal;min-width:12em}
 .meshpar .bar{background-image:linear-gradient(rgba(66,133,220,.35),rgba(66,133,220,.35));background-repeat:no-repeat;
 background-position:left center;background-origin:content-box}
 .meshpar .good{color:#2e9e58}.meshpar .bad{color:#e0483d}.meshpar .warn{color:#c8860b}

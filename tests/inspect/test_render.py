@@ -242,6 +242,9 @@ def test_only_long_words_of_a_page_are_broken():
     page = render.Table(columns=("axes", "where"), rows=rows).html()
     assert 'class="short">tensor' in page
     assert "<td>meshpar" in page
+    numbers = render.Table(columns=("first>", "second>"), rows=[("5 MB", "pipeline_parallel(stages=4) | ddp()")]).html()
+    assert '<td class="n">5 MB' in numbers
+    assert '<td class="n long">pipeline' in numbers
 
 
 def test_html_is_self_contained(report):
