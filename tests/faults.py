@@ -98,7 +98,7 @@ FAULTS = (
     Fault("scalar losses are accepted with micro-steps", "layers/losses.py",
         "if isinstance(out.loss, ScalarLoss):", "if False:", "layers/test_losses.py -k scalar"),
     Fault("a loss over pairs is evaluated on parts", "training/step.py",
-        "check_parts(self.loss_fn, options, state, batch, divided)", "pass",
+        "check_parts(self.loss_fn, options, state, batch, divided, is_by_device=is_by_device)", "pass",
         "training/test_independence.py loop/test_verify.py -k refuse or pairs"),
     Fault("products of all pairs count as independent", "layers/example_values.py",
         'raise MixedExamplesError("it combines all pairs of examples")', "pass", "layers/test_example_flow.py"),

@@ -50,7 +50,9 @@ class Examination(NamedTuple):
     combinations: tuple[Combination, ...]
     """All operations that combine examples, including sums."""
     divisor: float = 1.0
-    """Constant divisor of the total, a sum over examples."""
+    """Constant divisor of the first output, a sum over examples."""
+    depends: tuple[bool, ...] = ()
+    """For each output whether it depends on the batch."""
 
     @property
     def combined(self) -> Combined | None:
@@ -71,7 +73,8 @@ def examine(jaxpr: core.ClosedJaxpr, args: Sequence[Value]) -> Examination:
     outputs = tuple(value.combined or _not_a_sum(value) for value in values)
     in_layers = tuple(x for x in flow.all_combined if x.in_layers)
     divisor = values[0].divisor if values else 1.0
-    return Examination(outputs, in_layers, tuple(flow.combinations.values()), divisor)
+    depends = tuple(value.depends for value in values)
+    return Examination(outputs, in_layers, tuple(flow.combinations.values()), divisor, depends)
 
 
 def _not_a_sum(value: Value) -> Combined | None:

@@ -129,7 +129,8 @@ def _add(flow: Flow, eqn: Any, operands: Sequence[Value]) -> Value:
             _check_no_sum(eqn, operands)
         if not all(x.is_sum or x.is_zero or x.is_random_sum for x in operands):
             raise UndecidedError("a term that does not depend on the batch is added, which each part would add again")
-        return Value(dims, is_sum=True)
+        divisors = {x.divisor if x.is_sum else 1.0 for x in operands if not x.is_zero}
+        return Value(dims, is_sum=True, divisor=divisors.pop() if len(divisors) == 1 else 1.0)
     is_random_sum = all(x.is_random_sum or x.is_zero for x in operands) and not is_zero
     return Value(dims, is_zero=is_zero, known=_folded(eqn, operands), is_random_sum=is_random_sum)
 

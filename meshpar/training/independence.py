@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 
 from meshpar.layers.example_flow import LAYERS, Examination, examine
-from meshpar.layers.example_values import Combined, per_example, varying
+from meshpar.layers.example_values import Combined, is_exact, per_example, varying
 from meshpar.layers.losses import SUM_OVER_PARTS, EqualMean, LossTerms, MeanLoss, ScalarLoss, SumLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics
 from meshpar.layers.scan import LayerRunner, running
@@ -109,7 +109,7 @@ def _examined_and_traced(
     state: TrainState,
     batch: PyTree,
     read: Callable[[LossTerms], tuple[jax.Array, ...]],
-) -> tuple[Examination, core.Jaxpr]:
+) -> tuple[Examination, core.ClosedJaxpr]:
     """Examine the loss of a step. Return its trace too, whose outputs are arrays of the loss and the variables."""
     batch = as_given(jax.tree.map(shape_of, batch))
     options = dataclasses.replace(options, precision=without_matmul(options.precision))
@@ -123,7 +123,7 @@ def _examined_and_traced(
     jaxpr = core.ClosedJaxpr(traced.jaxpr.replace(outvars=outputs), traced.consts)
     rules = state.setup.strategy.activations
     before = state.params, state.extra
-    return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated), traced.jaxpr
+    return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated), traced
 
 
 def without_matmul(precision: Precision) -> Precision:
@@ -136,6 +136,8 @@ def examined_trace(
     before: PyTree,
     batch: PyTree,
     is_replicated: Callable[[str], bool] = lambda path: False,
+    *,
+    zero: int | None = None,
 ) -> Examination:
     """Determine which operations of a traced loss combine examples of the batch.
 
@@ -143,6 +145,7 @@ def examined_trace(
       jaxpr: a function of the arrays in `before`, the batch, and other arrays, that returns `arrays_of` a loss.
       before, batch: arguments of the function, or their shapes.
       is_replicated: function of a path, True for a leaf of the batch without a batch dim.
+      zero: index of an array in `before` that is zero.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     is_example = [bool(x.shape) and not is_replicated(path_str(path)) for path, x in leaves]
@@ -155,16 +158,22 @@ def examined_trace(
     start = len(jax.tree.leaves(before))
     inputs = [varying(x.aval.shape) for x in jaxpr.jaxpr.invars]
     inputs[start : start + len(values)] = values
+    if zero is not None:
+        inputs[zero] = dataclasses.replace(inputs[zero], is_zero=True)
     return examine(jaxpr, inputs)
 
 
-def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str | None) -> None:
+def check_parts(
+    loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str | None,
+    *, is_by_device: bool = False,
+) -> None:  # fmt: skip
     """Check that the loss, or each layer with `batch_slices`, may be evaluated on parts of the batch.
 
     Args:
       loss_fn, options, state: the step and its state.
       batch: the batch of a step.
       divided: name of the option that divides the batch, or None if only `batch_slices` does.
+      is_by_device: whether devices or groups update the model's variables from their examples.
     """
     if options.loss_is == SUM_OVER_PARTS or (divided is None and options.batch_slices == 1):
         return
@@ -181,7 +190,9 @@ def check_parts(loss_fn: LossFn, options: StepOptions, state: TrainState, batch:
         _check_not_a_mean(loss_fn, options, state, batch, result.divisor, divided)
     if combined is None or (combined.kind == "undecided" and options.loss_is is not None):
         if options.accumulate > 1:
-            _check_variables(traced, state, batch, divided)
+            _check_variables(traced.jaxpr, state, batch, divided)
+        if is_by_device:
+            _check_averages(traced, loss_fn, options, state, batch, divided)
         return
     raise _refusal(combined, divided, is_weight=combined in result.outputs[1:], is_layer=is_layer)
 
@@ -190,20 +201,67 @@ def _check_not_a_mean(
     loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divisor: float, divided: str
 ) -> None:
     """Check that the total was not divided by the number of examples, which a second trace shows."""
-    rules, structs = state.setup.strategy.activations, as_given(jax.tree.map(shape_of, batch))
-    sizes = {x.shape[0] for x in jax.tree.leaves(structs) if x.shape}
+    sizes = {x.shape[0] for x in jax.tree.leaves(as_given(jax.tree.map(shape_of, batch))) if x.shape}
     if not any(divisor % size == 0 for size in sizes if size > 1):
         return
+    doubled = examined(loss_fn, options, state, _doubled(state, batch))
+    reason = f"the total is divided by {divisor:g}, which grows with the number of examples"
+    fix = "return the sum as the total: mp.MeanLoss(losses.sum(), losses.size)"
+    case = doubled.divisor == 2 * divisor, reason, fix
+    check_cases(f"MeanLoss or SumLoss, under {divided}", "add the totals of parts of the batch", "ambiguous-loss", case)
+
+
+def _doubled(state: TrainState, batch: PyTree) -> PyTree:
+    """Return the shapes of a batch with twice as many examples."""
+    rules = state.setup.strategy.activations
 
     def double(path: Any, x: Any) -> Any:
         is_kept = not x.shape or rules.input_rule(path_str(path)) is replicated
         return x if is_kept else jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
 
-    doubled = examined(loss_fn, options, state, jax.tree_util.tree_map_with_path(double, structs))
-    reason = f"the total is divided by {divisor:g}, which grows with the number of examples"
-    fix = "return the sum as the total: mp.MeanLoss(losses.sum(), losses.size)"
-    case = doubled.divisor == 2 * divisor, reason, fix
-    check_cases(f"MeanLoss or SumLoss, under {divided}", "add the totals of parts of the batch", "ambiguous-loss", case)
+    return jax.tree_util.tree_map_with_path(double, as_given(jax.tree.map(shape_of, batch)))
+
+
+def _examined_variable(traced: core.ClosedJaxpr, state: TrainState, batch: PyTree, index: int) -> Examination:
+    """Examine the change of a variable, whose value before the step counts as zero."""
+    num_variables, before = len(jax.tree.leaves(state.extra)), (state.params, state.extra)
+    outputs = traced.jaxpr.outvars[-num_variables:][index]
+    jaxpr = core.ClosedJaxpr(traced.jaxpr.replace(outvars=[outputs]), traced.consts)
+    rules, zero = state.setup.strategy.activations, len(jax.tree.leaves(state.params)) + index
+    batch = as_given(jax.tree.map(shape_of, batch))
+    return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated, zero=zero)
+
+
+def _check_averages(
+    traced: core.ClosedJaxpr, loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str
+) -> None:
+    """Check that the mean of a variable over devices, or the maximum of integers, is its value for the global batch."""
+    variables = jax.tree_util.tree_flatten_with_path(state.extra)[0]
+    doubled: tuple[core.ClosedJaxpr, TrainState, PyTree] | None = None
+    for index, (path, x) in enumerate(variables):
+        update = _examined_variable(traced, state, batch, index)
+        combined, is_integer = update.outputs[0], is_exact(x.dtype)
+        if not update.depends[0] or (is_integer and combined is not None and combined.why.startswith("`reduce_max`")):
+            continue
+        if combined is None and not is_integer and update.divisor > 1:
+            if doubled is None:
+                shapes = _doubled(state, batch)
+                doubled = _examined_and_traced(loss_fn, options, state, shapes, arrays_of)[1], state, shapes
+            if _examined_variable(*doubled, index).divisor == 2 * update.divisor:
+                continue
+        if combined is not None and combined.kind == "undecided" and options.loss_is is not None:
+            continue
+        why = "it is updated with a sum over the examples" if combined is None else combined.why
+        reason = (
+            f"devices update it from their examples, and their {'maximum' if is_integer else 'mean'} is another value"
+        )
+        fix = (
+            'use reduce_gradients="each_microbatch" without quantize, return the value as a metric, or accept the '
+            f'values of devices with train_step(..., loss_is="{SUM_OVER_PARTS}")'
+        )
+        where = f"`{path_str(path)}` of the model, under {divided}"
+        requested = "carry its value for the global batch to the next step"
+        raise problem(where, requested, f"{reason}: {why}", fix, "dependent-examples")
 
 
 def _check_variables(jaxpr: core.Jaxpr, state: TrainState, batch: PyTree, divided: str) -> None:

@@ -200,11 +200,13 @@ class TrainStep(_Program):
 
     def _check_loss(self, state: TrainState, batch: StepBatch) -> None:
         options, setup, divided = self.options, state.setup, None
-        if describe(setup, options).divides_batch:
+        execution = describe(setup, options)
+        if execution.divides_batch:
             divided = f"{setup.strategy.label} with accumulate={options.accumulate}"
         elif options.accumulate > 1:
             divided = f"train_step(accumulate={options.accumulate})"
-        check_parts(self.loss_fn, options, state, batch, divided)
+        is_by_device = execution.divides_batch and not execution.is_pipelined
+        check_parts(self.loss_fn, options, state, batch, divided, is_by_device=is_by_device)
 
     def _numerics(self) -> contextlib.AbstractContextManager[Numerics]:
         return numerics(self.options.precision, self.options.remat, self.options.batch_slices)

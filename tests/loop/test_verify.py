@@ -123,7 +123,7 @@ FAULTS = {
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "a loss over pairs in micro-steps": Fault(
-        "training.step", "check_parts(self.loss_fn, options, state, batch, divided)", "pass",
+        "training.step", "check_parts(self.loss_fn, options, state, batch, divided, is_by_device=is_by_device)", "pass",
         "data=2; ddp(); accumulate=2, loss=pairs",
     ),
     "weights of a layer before": Fault(

@@ -162,6 +162,56 @@ def test_loss_that_reads_variables_of_earlier_micro_steps_is_refused():
     assert one_step(mp.ddp(), of_images, model, accumulate=2) == pytest.approx(right, rel=1e-5)
 
 
+def counting(variable, update):
+    """Return a model with a variable that the forward pass updates."""
+
+    def apply(params, state, x):
+        x = mp.constrain(x, "batch", None)
+        return x @ params["u"], {"variable": update(state["variable"], x)}
+
+    return mp.from_functions(lambda key: (start(key), {"variable": jnp.zeros((), variable)}), apply, keeps_state=True)
+
+
+def squares_of(model, batch, key):
+    return mp.SumLoss((model(batch["x"]) ** 2).sum()), {}
+
+
+BY_DEVICE = {
+    "quantize": (mp.fsdp(quantize="int8", min_bytes=0), {"fsdp": 2}, {}),
+    "once": (mp.ddp(), {"data": 2}, {"accumulate": 2, "reduce_gradients": "once"}),
+    "groups": (mp.hsdp(min_bytes=0), {"data": 2, "fsdp": 2}, {"accumulate": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "update"),
+    [
+        ("int32", lambda old, x: old + (x > 0).sum()),
+        ("float32", lambda old, x: old + (x**2).sum()),
+        ("float32", lambda old, x: 0.9 * old + 0.1 * x.var()),
+        ("float32", lambda old, x: jnp.maximum(old, x.max())),
+    ],
+)
+@pytest.mark.parametrize("engine", cases("quantize", grid=BY_DEVICE))
+def test_variables_that_are_not_means_over_examples_are_refused(engine, dtype, update):
+    """The state would receive the mean of the devices' sums, or their largest count."""
+    strategy, axes, options = BY_DEVICE[engine]
+    mesh = mp.MeshSpec(**axes).abstract()
+    state = mp.abstract_state(counting(dtype, update), optax.sgd(0.1), mesh=mesh, strategy=strategy)
+    with raises("dependent-examples", "`variable` of the model"):
+        mp.train_step(squares_of, **options).trace(state, BATCH)
+    mp.train_step(squares_of, loss_is="sum_over_parts", **options).trace(state, BATCH)
+
+
+def test_variables_that_are_means_over_examples_equal_the_global_batch():
+    model = counting("float32", lambda old, x: 0.9 * old + 0.1 * (x**2).mean())
+    mesh = mp.MeshSpec(fsdp=2).build(jax.devices()[:2])
+    strategy = mp.fsdp(quantize="int8", min_bytes=0)
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    state, _ = mp.train_step(squares_of)(state, BATCH)
+    np.testing.assert_allclose(state.extra["variable"], 0.1 * (X**2).mean(), rtol=1e-6)
+
+
 def test_weight_that_is_not_a_sum_is_refused():
     def bounded(model, batch, key):
         u, _ = model(batch["x"], batch["y"])
