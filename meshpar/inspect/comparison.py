@@ -121,8 +121,9 @@ def _changed(row: Row) -> str:
         return "" if row.first == row.second else "differs"
     if not change:
         return "same"
-    if row.unit == "fraction":
-        return f"{100 * change:+.0f} points"
     sign = "+" if change > 0 else "−"
+    if row.unit == "fraction":
+        points = round(100 * abs(change))
+        return f"{sign}{points} points" if points else "less than a point"
     share = f" ({row.second / row.first:.2f}×)" if row.first and row.second else ""
     return f"{sign}{_text(abs(change), row.unit)}{share}"

@@ -9,7 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.budget import SLACK_BYTES, Budget, BudgetCheck, BudgetChecks, Difference
-from meshpar.inspect.comparison import Comparison
+from meshpar.inspect.comparison import Comparison, Row, _changed
 from meshpar.inspect.render import text_of
 from meshpar.inspect.source_scopes import module_path
 from meshpar.sharding.printing import flat
@@ -173,6 +173,11 @@ def test_comparison_of_two_reports(report, planted):
     same = Comparison(first=report, second=report, labels=("a", "b"))
     assert all(not row.difference for row in same.rows)
     assert "differs" not in text_of(same)
+
+
+@pytest.mark.parametrize(("second", "text"), [(0.4, "−10 points"), (0.503, "less than a point"), (0.5, "same")])
+def test_shares_differ_by_points(second, text):
+    assert _changed(Row(quantity="communication hidden", unit="fraction", first=0.5, second=second)) == text
 
 
 def test_a_change_names_the_module_and_line_that_changed_most(report, budget):
