@@ -203,8 +203,10 @@ def nano_moe() -> Case:
         return cross_entropy(logits, batch["targets"]) + 0.01 * aux
 
     paths = {r".*/expert_\d/Dense_0/kernel": ("fsdp", "tensor"), r".*/expert_\d/Dense_1/kernel": ("tensor", "fsdp")}
-    # It indexes the outputs of experts with three arrays, so XLA cannot derive that examples are not moved.
-    return Case(mp.from_linen(NanoMoE(config), IDS), loss, tokens, paths, costly=r".*/MoELayer_.*|.*/NanoMoE")
+    # It indexes the outputs of experts with three arrays, so XLA cannot derive that examples are not moved. The
+    # auxiliary loss is a product of means over the examples of a micro-step.
+    costly = r".*/MoELayer_.*|.*/NanoMoE"
+    return Case(mp.from_linen(NanoMoE(config), IDS), loss, tokens, paths, costly=costly, loss_is="sum_over_parts")
 
 
 # ---- NNX -------------------------------------------------------------------------------------------------------------
