@@ -275,8 +275,9 @@ class _Search:
         region = graph.ancestors({index for nodes in graph.outputs for index in nodes}) if find_origin else set()
         self.capture(region | set(self.gradients.values()), is_first=True)
         wrong, compared = self.wrong_results()
+        is_finite = bool(np.isfinite(np.asarray(self.reference.outputs["loss"])).all())
         if not wrong or not find_origin:
-            return ValueDifference(compared=compared, results=tuple(wrong))
+            return ValueDifference(compared=compared, results=tuple(wrong), is_finite=is_finite)
         kind = wrong[0].split()[0]
         targets: list[Key] = [self.gradients.get(name, name) for name in wrong if name.split()[0] == kind]
         starts = {index for key in targets for index in (outputs[key] if isinstance(key, str) else [key])}
@@ -290,7 +291,7 @@ class _Search:
         different = [index for index in region if (match := self.matches.get(index)) and not match.is_equal]
         first = min(different, key=self.time_of) if different else targets[0]
         return ValueDifference(
-            compared=compared, results=tuple(wrong), origin=self.origin(first, wrong[0]),
+            compared=compared, results=tuple(wrong), is_finite=is_finite, origin=self.origin(first, wrong[0]),
             deviations=tuple(self.deviations()),
         )  # fmt: skip
 

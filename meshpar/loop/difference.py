@@ -121,6 +121,8 @@ class ValueDifference(Plain):
     """Number of compared results by kind: loss, gradient, parameter, ..."""
     results: tuple[str, ...] = ()
     """Results of the step that differ, most important first."""
+    is_finite: bool = True
+    """Whether the loss of the reference is finite. NaNs at the same places are equal."""
     origin: Origin | None = None
     """The first value that differs. None if all results are equal, and with `find_origin=False`."""
     deviations: tuple[Deviation, ...] = ()
@@ -138,7 +140,7 @@ class ValueDifference(Plain):
     def __str__(self) -> str:
         if not self.results:
             counts = ", ".join(f"{count} x {kind}" for kind, count in self.compared.items())
-            return f"no difference beyond rounding ({counts})"
+            return f"no difference beyond rounding ({counts})" + "; the loss is not finite" * (not self.is_finite)
         more = f" and {len(self.results) - 3} more" if len(self.results) > 3 else ""
         lines = [f"different: {', '.join(self.results[:3])}{more}"]
         origin = self.origin

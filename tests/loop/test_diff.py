@@ -66,6 +66,15 @@ def test_correct_layouts_do_not_differ():
     assert str(difference).startswith("no difference beyond rounding (1 x loss")
 
 
+def test_equal_nans_are_reported():
+    def infinite(model, batch, key):
+        return mp.SumLoss(jnp.log(-1 - (model(batch["x"]) ** 2).sum())), {}
+
+    difference = found(jnp.dot, loss=infinite)
+    assert difference.is_equal
+    assert str(difference).endswith("the loss is not finite")
+
+
 def row_norms(is_wrong):
     """An optimizer whose first different value, a norm of rows, has another shape than the parameter."""
 
