@@ -82,7 +82,7 @@ class MemoryFit(Printed, Plain):
     timeline: MemoryTimeline | None = dataclasses.field(default=None, repr=False)
     """Memory of the recipe's step over time, for `mp.plots.memory_timeline`."""
 
-    derived = ("fits",)
+    derived = ("fits", "best", "note")
 
     @property
     def fits(self) -> bool:
@@ -95,11 +95,18 @@ class MemoryFit(Printed, Plain):
         return next((change for change in self.changes if change.fits), None)
 
     @property
+    def note(self) -> str:
+        """The setting of XLA's allocator without which the best change does not fit; empty if none is needed."""
+        peak = self.peak_bytes if self.fits else self.best.peak_bytes if self.best is not None else 0
+        return memory_note(peak or 0, int(self.limit_bytes / COMFORTABLE))
+
+    @property
     def section(self) -> Section:
         """The result as a section of a report."""
         used = f"{human_bytes(self.peak_bytes)} of {human_bytes(self.limit_bytes)}, {USABLE}"
+        notes: list[Table | Cell] = [Cell(self.note, "warn")] if self.note else []
         if self.fits:
-            return Section(title="Fit", verdict=Cell(f"it fits: {used}", "good"), parts=self._notes(self.peak_bytes))
+            return Section(title="Fit", verdict=Cell(f"it fits: {used}", "good"), parts=notes)
         rows = [
             (
                 Cell("✔", "good") if change.fits else Cell("✘", "bad"),
@@ -117,16 +124,11 @@ class MemoryFit(Printed, Plain):
         else:
             parts.append(Cell(f"the fastest change that fits: {self.best.command}", "good"))
             parts.append(Cell(f"in Python: recipe = {self.best.python}"))
-            parts += self._notes(self.best.peak_bytes)
+            parts += notes
         if self.timeline is not None:
             parts.append(live_table(self.timeline))
         verdict = Cell(f"it does not fit: {used}; simulated step {human_time(self.step_s)}", "bad")
         return Section(title="Fit", verdict=verdict, parts=parts)
-
-    def _notes(self, peak_bytes: int | None) -> list[Table | Cell]:
-        """Return the setting of XLA's allocator without which a step with this peak does not fit."""
-        note = memory_note(peak_bytes or 0, int(self.limit_bytes / COMFORTABLE))
-        return [Cell(note, "warn")] if note else []
 
     def __rich__(self) -> Any:
         return rich_of([self.section], head=[Cell(f"{self.recipe} on {self.cluster}", "strong")])

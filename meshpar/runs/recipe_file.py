@@ -65,6 +65,8 @@ def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[No
         message = next(iter(str(error).strip().split("\n")), "") or "no message"
         reason = f"it raised {type(error).__name__} ({message[:300]}) at {os.path.basename(file)}:{line}"
         where, fix = f"recipe `{names.get(file, recipes[0])[:200]}`", "correct that line; --traceback shows the calls"
+        if isinstance(error, ModuleNotFoundError):
+            fix = "install the package, or set PYTHONPATH to the folder of the module"
         raise problem(where, requested, reason, fix, code="error-in-recipe") from error
 
 

@@ -196,6 +196,8 @@ def test_json_and_html(search):
     assert data["changes"][0]["python"] == (
         "recipe.replace(optimizer=dataclasses.replace(recipe.optimizer, moments='bfloat16'))"
     )
+    assert data["best"] == data["changes"][0]
+    assert data["note"] == found.note
     assert data["largest"][0]["module"] == "head"
     assert "timeline" not in data
     html = found._repr_html_()

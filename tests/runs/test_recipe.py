@@ -494,3 +494,10 @@ def test_recipe_of_an_earlier_run_has_the_earlier_name_of_an_option() -> None:
     before["step"]["interleave"] = before["step"].pop("batch_slices")
     assert changes(before, recipe.to_json(), defaults_of(recipe)) == {}
     assert changes(before, small().to_json(), defaults_of(recipe)) == {"step.batch_slices": (2, 1)}
+
+
+def test_a_recipe_whose_module_is_missing_needs_a_path(tmp_path):
+    (tmp_path / "adopted.py").write_text("import no_such_package_\n")
+    with raises("error-in-recipe") as error:
+        load_recipe(tmp_path / "adopted.py")
+    assert "PYTHONPATH" in error.value.fix
