@@ -89,7 +89,8 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
         old, new = (by_kind.get((axes, kind), Total(0, 0.0)) for by_kind in totals)
         sent = old.bytes_sent_per_device, new.bytes_sent_per_device
         yield Row(quantity=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
-        yield Row(quantity="  runs per step", unit="count", first=old.count_per_step, second=new.count_per_step)
+        runs = f"  {kind} over {axes}, runs per step"  # unique, for readers of the JSON
+        yield Row(quantity=runs, unit="count", first=old.count_per_step, second=new.count_per_step)
     yield row("total sent", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
     if any(report.stages is not None for report in both):
         yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)

@@ -160,6 +160,7 @@ def test_comparison_of_two_reports(report, planted):
     other = mp.explain(plant.step, plant.state, plant.batch)
     comparison = Comparison(first=report, second=other, labels=("fsdp()", "zero1()"))
     rows = {row.quantity.strip(): row for row in comparison.rows}
+    assert len(rows) == len(comparison.rows)
     assert rows["state"].difference == other.memory.state_bytes - report.memory.state_bytes > 0
     assert rows["strategy"].difference is None
     for kind in ("all-gather over fsdp", "all-reduce over fsdp"):
