@@ -75,7 +75,8 @@ def reordered(x_BT: Array | None) -> Array | None:
     """Return values of positions, such as segment ids, in the order in which the layers process a full sequence."""
     if x_BT is None or not (axes := sequence_axes(x_BT)):
         return x_BT
-    return constrain(zigzag(x_BT, _num_ranks(axes)), "batch", "seq")
+    # With axes inside and outside of a shard_map, XLA aborts if it may shard the positions before they are reordered.
+    return constrain(zigzag(constrain(x_BT, "batch", None), _num_ranks(axes)), "batch", "seq")
 
 
 def last_positions(positions_BT: Array | None, segments_BT: Array) -> Array | None:

@@ -97,6 +97,16 @@ def test_five_steps_match_one_device(make, framework, case, options):
 
 
 @pytest.mark.matrix
+def test_padding_is_reordered_over_context_and_tensor_axes():
+    """Inside a shard_map over the batch. XLA aborted."""
+    cfg = mixtral_like(param_dtype="float64", losses={})
+    strategy = mp.fsdp(min_bytes=0) | mp.context_parallel() | mp.tensor_parallel()
+    case = mp.MeshSpec(fsdp=2, context=2, tensor=2), strategy
+    found = five_steps.__wrapped__(cfg, "nnx", *case, accumulate=2, reduce_gradients="once")
+    np.testing.assert_allclose(found.losses, five_steps(cfg, "nnx", *ONE).losses, rtol=1e-9)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["each_microbatch", "once"])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_accumulated_steps_move_the_bias_once(framework, mode):
