@@ -6,6 +6,8 @@ The loss function is traced once more, on a single device, and `meshpar.layers.e
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -232,26 +234,48 @@ def _examined_variable(traced: core.ClosedJaxpr, state: TrainState, batch: PyTre
     return examined_trace(jaxpr, before, batch, lambda path: rules.input_rule(path) is replicated, zero=zero)
 
 
+def _update_without_batch(traced: core.ClosedJaxpr, state: TrainState, index: int) -> str | None:
+    """Return the equations of a variable's new value, or None if there are none or they read the batch.
+
+    They differ between batches of two sizes if the new value depends on the number of examples.
+    """
+    num_variables, before = len(jax.tree.leaves(state.extra)), len(jax.tree.leaves(state.params))
+    first = len(traced.jaxpr.outvars) - num_variables
+    wanted = [number == first + index for number in range(len(traced.jaxpr.outvars))]
+    reduced, used = partial_eval.dce_jaxpr(traced.jaxpr, wanted)
+    reads_batch = any(used[before + num_variables : -1])  # the last input is the random key
+    return None if reads_batch or not reduced.eqns else re.sub(r" at 0x[0-9a-f]+", "", str(reduced))
+
+
 def _check_averages(
     traced: core.ClosedJaxpr, loss_fn: LossFn, options: StepOptions, state: TrainState, batch: PyTree, divided: str
 ) -> None:
     """Check that the mean of a variable over devices, or the maximum of integers, is its value for the global batch."""
     variables = jax.tree_util.tree_flatten_with_path(state.extra)[0]
-    doubled: tuple[core.ClosedJaxpr, TrainState, PyTree] | None = None
+
+    @functools.cache
+    def doubled() -> tuple[core.ClosedJaxpr, TrainState, PyTree]:
+        shapes = _doubled(state, batch)
+        return _examined_and_traced(loss_fn, options, state, shapes, arrays_of)[1], state, shapes
+
     for index, (path, x) in enumerate(variables):
         update = _examined_variable(traced, state, batch, index)
         combined, is_integer = update.outputs[0], is_exact(x.dtype)
-        if not update.depends[0] or (is_integer and combined is not None and combined.why.startswith("`reduce_max`")):
-            continue
-        if combined is None and not is_integer and update.divisor > 1:
-            if doubled is None:
-                shapes = _doubled(state, batch)
-                doubled = _examined_and_traced(loss_fn, options, state, shapes, arrays_of)[1], state, shapes
-            if _examined_variable(*doubled, index).divisor == 2 * update.divisor:
+        if not update.depends[0]:
+            text = _update_without_batch(traced, state, index)
+            if text is None or text == _update_without_batch(doubled()[0], state, index):
                 continue
+        elif is_integer and combined is not None and combined.why.startswith("`reduce_max`"):
+            continue
+        elif (
+            combined is None and not is_integer and update.divisor > 1
+            and _examined_variable(*doubled(), index).divisor == 2 * update.divisor
+        ):  # fmt: skip
+            continue
         if combined is not None and combined.kind == "undecided" and options.loss_is is not None:
             continue
-        why = "it is updated with a sum over the examples" if combined is None else combined.why
+        added = "a sum over the examples" if update.depends[0] else "the number of examples"
+        why = f"it is updated with {added}" if combined is None else combined.why
         reason = (
             f"devices update it from their examples, and their {'maximum' if is_integer else 'mean'} is another value"
         )

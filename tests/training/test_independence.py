@@ -190,6 +190,8 @@ BY_DEVICE = {
         ("float32", lambda old, x: old + (x**2).sum()),
         ("float32", lambda old, x: 0.9 * old + 0.1 * x.var()),
         ("float32", lambda old, x: jnp.maximum(old, x.max())),
+        ("int32", lambda old, x: old + x.shape[0]),
+        ("float32", lambda old, x: old + jnp.ones_like(x[:, 0]).sum()),
     ],
 )
 @pytest.mark.parametrize("engine", cases("quantize", grid=BY_DEVICE))
@@ -201,6 +203,12 @@ def test_variables_that_are_not_means_over_examples_are_refused(engine, dtype, u
     with raises("dependent-examples", "`variable` of the model"):
         mp.train_step(squares_of, **options).trace(state, BATCH)
     mp.train_step(squares_of, loss_is="sum_over_parts", **options).trace(state, BATCH)
+
+
+def test_variables_may_count_steps():
+    model, mesh = counting("int32", lambda old, x: old + 1), mp.MeshSpec(fsdp=2).abstract()
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(quantize="int8", min_bytes=0))
+    mp.train_step(squares_of).trace(state, BATCH)
 
 
 def test_variables_that_are_means_over_examples_equal_the_global_batch():
