@@ -233,6 +233,7 @@ def test_resumed_run_reports_later_steps_without_a_checkpoint(train_bodies, tmp_
     assert "resuming at step 1 of 2 (an earlier run reached step 2" in text
 
 
+@pytest.mark.matrix
 def test_run_does_not_write_through_links(train_bodies, tmp_path):
     run, victim = tmp_path / "bodies", tmp_path / "victim"
     victim.write_text('{"step": 0}\n')

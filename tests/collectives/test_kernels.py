@@ -208,7 +208,6 @@ def test_axes_in_another_order_than_the_mesh(out_of_order, names):
 @pytest.mark.parametrize(
     ("dtype", "count", "names"),
     cases(
-        ("bfloat16", 5, EACH_MOTION),
         grid=[("bfloat16", 5, EACH_MOTION), ("bfloat16", 5, CASES), ("int32", 6, CASES), ("int32", 7, CASES)],
     ),
     ids=lambda x: x if isinstance(x, str) else len(x) if isinstance(x, tuple | dict) else str(x),

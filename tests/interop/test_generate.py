@@ -13,7 +13,6 @@ from meshpar.cli import main as cli
 from meshpar.cli.generate_command import stop_ids
 from meshpar.runs.sample import continued
 from meshpar.runs.saved_run import opened
-from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden
 from tests.interop.test_hf import logits_of
 from tests.runs.test_saved_run import small_folder
@@ -21,7 +20,8 @@ from tests.runs.test_saved_run import small_folder
 NUM_TOKENS = 8
 
 
-@pytest.mark.parametrize("kind", cases("deepseek_v3", grid=KINDS))
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS)
 def test_token_by_token_as_the_full_forward_pass(kind, tmp_path, mesh8):
     source = folder_of(kind, tmp_path / "source")
     _, state = opened(source, mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32")

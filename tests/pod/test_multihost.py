@@ -182,9 +182,8 @@ ODD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=() if what == "profile" else pytest.mark.matrix) for what in ODD]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ODD)
 def test_processes_that_differ_are_named_before_step_0(pair: Pair, what: str) -> None:
     env, args, words = ODD[what]
     pair.start(odd=env, odd_args=args)

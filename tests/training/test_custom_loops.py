@@ -13,6 +13,7 @@ import pytest
 import meshpar as mp
 from meshpar.sharding.adapters.model import Model
 from meshpar.training.state import TrainState
+from tests.grid import cases
 
 RNG = np.random.default_rng(0)
 IMAGES, NOISE, TEXTS = (RNG.normal(size=(32, dim)).astype(np.float32) for dim in (24, 16, 40))
@@ -115,7 +116,7 @@ def trained(loop, models, axes, strategy, num_steps=3):
 @pytest.mark.parametrize(
     "setup", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "hsdp")) for name in MESHES]
 )
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", cases("gan", "contrastive", grid=LOOPS))
 def test_custom_loop_equals_one_device(name, setup):
     loop, models = LOOPS[name]
     losses, params, (step, states, batch) = trained(loop, models, *MESHES[setup])

@@ -84,7 +84,6 @@ def on_one_device(model):
     ("mesh", "wire", "loop", "reduction"),
     cases(
         ("hsdp|tensor", "int8", "ahead, kept", "once across groups"),
-        ("two axes", "secondary", "two ahead", "once per step"),
         grid=GRID,
     ),
 )  # fmt: skip
