@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 Curve = Iterable[tuple[float, float]]
 """Points (step, value)."""
+MOST_PEAKS = 20
+"""GPU memory above this multiple of the peak is not drawn, because the parts of the peak would be invisible."""
 
 
 def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -216,10 +218,6 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     of_kind = {"facecolor": KERNEL, "edgecolor": "white"}
     legend_below(figure, legend | {kind: {**of_kind, "hatch": KINDS.get(kind, OTHER_KIND)} for kind in kinds})
     return figure
-
-
-MOST_PEAKS = 20
-"""GPU memory above this multiple of the peak is not drawn, because the parts of the peak would be invisible."""
 
 
 @styled

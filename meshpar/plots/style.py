@@ -58,7 +58,7 @@ MEMORY = {
 KINDS = {"all-reduce": "", "all-gather": "\\\\\\\\", "reduce-scatter": "////", "all-to-all": "xxxx"}
 """Hatch pattern of each kind of collective. Other kinds use `OTHER_KIND`.
 
-Dots would make SVG files a hundred times as large."""
+SVG files draw each dot as a path: a bar with dots needs 270 kB, and with lines 12 kB."""
 OTHER_KIND = "||||"
 
 MOST_NUMBERED = 64

@@ -65,7 +65,7 @@ def test_unsharded_adam_state_is_three_copies(compiled, planted):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a program that is not compiled."""
+    """Return the sizes of a program without compiling it."""
 
     argument_bytes: int = 0
     output_bytes: int = 0
@@ -87,7 +87,7 @@ def toy(strategy=None, *, rows=16, params=None, trainable=None, tx=None, **axes)
 
 @pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 1), ("dualpipe", 2)])
 def test_gradient_bytes_of_stages(schedule, copies):
-    """A stage accumulates the gradients of its layers, and with two copies of the model those of both."""
+    """A stage accumulates the gradients of its layers. DualPipe has two copies of the model."""
 
     def apply(params, x):
         return mp.scan_layers(lambda x, p: x + jnp.tanh(x @ p["w"]), x, params["layers"]) @ params["head"]
@@ -203,7 +203,7 @@ class Compiler:
 
 @pytest.mark.pod
 def test_remedy_makes_a_large_model_fit(planted, pod):
-    """Parameters and moments of a Llama layer with tables need 4.2 GB, which a GPU of 3 GB can only hold sharded."""
+    """Parameters and moments of a Llama layer with tables need 4.2 GB, which a GPU of 3 GB can only store as shards."""
     config = mp.models.llama3_8b(num_layers=1, vocab_size=16_384)
     gpu = dataclasses.replace(H100.gpu, memory_bytes=3e9)
     cluster = dataclasses.replace(H100, gpu=gpu, gpus_per_node=4)
@@ -218,7 +218,7 @@ def test_remedy_makes_a_large_model_fit(planted, pod):
     tried = [one for one in found if one.peak_bytes is not None]
     assert [(one.change, one.fits) for one in tried] == [("zero1(axis='data')", True)]
     assert before.peak_bytes > 4.2e9 > 3e9 >= tried[0].peak_bytes
-    # Variants with unsharded state are not compiled, because the state alone exceeds the limit.
+    # Variants with unsharded state are not compiled, because the state exceeds the limit.
     left_out = {one.change: one.reason for one in found if one.peak_bytes is None}
     assert "state and batch alone take" in left_out["remat=full"]
 

@@ -18,7 +18,7 @@ from tests.grid import cases
 from tests.interop.folders import ODD_KINDS, folder_of, golden, gradients_of, read_single
 
 QUICK = ("odd/gemma2", "odd/gpt_oss", "odd/llama4_text")
-"""Families with the most options."""
+"""Families of `make test`."""
 TOLERANCE = 1e-4
 """Of logits and gradients in float32: torch and JAX sum in other orders."""
 

@@ -1,4 +1,4 @@
-"""Decoders with experts: sharded equals single-device, what balancing keeps, and their closed forms."""
+"""Decoders with experts: sharded equals single-device, state of balancing, and closed forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSSES = {"auxiliary_weight": 1e-2, "z_weight": 1e-3}
 
 
 def deepseek_like(**changes) -> TransformerConfig:
-    """One dense layer, then fine experts with sigmoid scores in groups, a shared one, and a balancing bias."""
+    """Return a config: a dense layer, then fine experts with grouped sigmoid scores, a shared expert, and a bias."""
     routing = Routing(num_experts=8, top_k=2, score="sigmoid", scale=2.5, groups=4, top_groups=2)
     experts = MoEConfig(routing=routing, mlp_dim=8, shared_experts=1, bias_rate=0.01, **changes.pop("losses", LOSSES))
     sizes = {"vocab_size": VOCAB, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
@@ -35,7 +35,7 @@ def deepseek_like(**changes) -> TransformerConfig:
 
 
 def mixtral_like(**changes) -> TransformerConfig:
-    """Two of eight experts in every layer."""
+    """Return a config with two of eight experts in each layer."""
     experts = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=8, **changes.pop("losses", LOSSES))
     return deepseek_like(**{"num_layers": 2, "num_dense_layers": 0, "mlp_dim": 8, "moe": experts, **changes})
 
@@ -98,7 +98,7 @@ def test_five_steps_match_one_device(make, framework, case, options):
 
 @pytest.mark.matrix
 def test_padding_is_reordered_over_context_and_tensor_axes():
-    """Inside a shard_map over the batch. XLA aborted."""
+    """XLA aborted if the mask was sharded before it was reordered, inside a shard_map over the batch."""
     cfg = mixtral_like(param_dtype="float64", losses={})
     strategy = mp.fsdp(min_bytes=0) | mp.context_parallel() | mp.tensor_parallel()
     case = mp.MeshSpec(fsdp=2, context=2, tensor=2), strategy
@@ -110,7 +110,7 @@ def test_padding_is_reordered_over_context_and_tensor_axes():
 @pytest.mark.parametrize("mode", ["each_microbatch", "once"])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_accumulated_steps_move_the_bias_once(framework, mode):
-    """By the counts of both micro-steps together. Without auxiliary losses, which are those of a micro-step."""
+    """The bias moves by the sum of the counts. Auxiliary losses are computed per micro-step, so there are none here."""
     cfg = deepseek_like(param_dtype="float64", losses={})
     options = {"accumulate": 2, "reduce_gradients": mode}
     expected = five_steps(cfg, framework, *ONE)
@@ -123,7 +123,7 @@ def test_accumulated_steps_move_the_bias_once(framework, mode):
 # ---- Padding ---------------------------------------------------------------------------------------------------------
 
 LENGTHS = (10, 0, 7, 3, 0, 9, 5, 2)
-"""Documents of 36 tokens together, one in each row of 16 positions. Two rows are padding."""
+"""Number of tokens of the document in each row of 16 positions, 36 in total. Two rows are padding."""
 
 
 def documents(padding: int | None) -> dict[str, np.ndarray]:
@@ -175,7 +175,7 @@ def test_padding_does_not_change_loss_and_update(case, padding, factor):
     assert_same(found.extra, expected.extra, atol=0)
 
 
-# ---- What balancing keeps --------------------------------------------------------------------------------------------
+# ---- State of balancing ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
